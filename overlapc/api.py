@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import warnings
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -56,6 +55,7 @@ from overlapc.runtime.skipped import GivenUp, why_untraced
 from overlapc.runtime.slicing.auto import AutoCalls
 from overlapc.runtime.slicing.sliced import SlicedCalls
 from overlapc.sharded.lowered import Lowered
+from overlapc.tools.told import warn
 
 __all__ = ["capture", "optimize", "predict", "rewrite"]
 
@@ -112,11 +112,9 @@ def _check_model(model: object) -> None:
     refuse_foreign("optimize", model)
     hidden = [name for name in _SHOWN if hasattr(model, name)]
     if hidden:
-        warnings.warn(
+        warn(
             f"overlapc: the model's {', '.join(hidden)} cannot be read on its twin, which has "
-            "attributes of these names: read them on the model itself",
-            RuntimeWarning,
-            stacklevel=3,
+            "attributes of these names: read them on the model itself"
         )
 
 
@@ -135,12 +133,10 @@ def capture(model: nn.Module, *args: Any, **kwargs: Any) -> Captured:
             return _captured(model, made, named)
     except CaptureError as error:
         captured = _captured(model, args, kwargs)
-        warnings.warn(
+        warn(
             "overlapc captured the model on the meta device, where PyTorch has other ops for "
             "attention and losses than on a CPU or a GPU: times and memory are of those. With "
-            f"tensors of a CPU in their place it could not be captured: {error}",
-            RuntimeWarning,
-            stacklevel=2,
+            f"tensors of a CPU in their place it could not be captured: {error}"
         )
         return captured
 
@@ -150,11 +146,9 @@ def _captured(model: nn.Module, args: Any, kwargs: Any) -> Captured:
         return joint.capture(model, *args, **kwargs).captured
     except CaptureError as error:
         captured = direct.capture(model, *args, **kwargs)
-        warnings.warn(
+        warn(
             f"overlapc captured without Dynamo, which cannot make one graph: {error}; "
-            "overlapc.optimize cannot use a plan of this graph",
-            RuntimeWarning,
-            stacklevel=3,
+            "overlapc.optimize cannot use a plan of this graph"
         )
         return captured
 
@@ -319,7 +313,7 @@ class _Engine:
     @untraced
     def call(self, args: Any, kwargs: Any) -> Any:
         if not self.made and (what := unmade(self.model)):
-            warnings.warn(f"overlapc runs this call {FIRST_CALL}: {what}", RuntimeWarning, 4)
+            warn(f"overlapc runs this call {FIRST_CALL}: {what}")
             return self.model(*args, **kwargs)
         self.made = True
         return self.uncut(args, kwargs) if self.sliced is None else self.sliced(args, kwargs)
@@ -352,7 +346,7 @@ class _Engine:
             self.to_check = False
             self.checked = check(self.model, self._run, self.backend.watched, args, kwargs)
             if self.checked.different:
-                warnings.warn(f"overlapc {self.checked}", RuntimeWarning, stacklevel=6)
+                warn(f"overlapc {self.checked}")
         return self._run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
@@ -416,11 +410,9 @@ class _Engine:
 
     def _leave_symbols(self, reason: str) -> None:
         """Trace each size for itself from now on."""
-        warnings.warn(
+        warn(
             f"overlapc traces each shape of a batch for itself, {joint.RECOMPILES} at most: with "
-            f"sizes that vary it cannot: {reason}",
-            RuntimeWarning,
-            stacklevel=7,
+            f"sizes that vary it cannot: {reason}"
         )
         self.static = True
         self.forward = self._compiled()
@@ -482,7 +474,7 @@ def _watched(step: Callable[..., Any]) -> Callable[..., Any]:
         engine = _engine(self)
         if not engine.called:
             engine.called = True
-            warnings.warn(_UNSEEN, RuntimeWarning, stacklevel=2)
+            warn(_UNSEEN)
         return result
 
     return training_step

@@ -11,7 +11,6 @@ its own again when training ends.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +23,7 @@ from overlapc.integrations.in_place import InPlace, in_place
 from overlapc.planning.options import Options
 from overlapc.runtime.call import alike, givens
 from overlapc.runtime.train_step import TrainStep
+from overlapc.tools.told import warn
 
 
 class Overlap(TrainerCallback):  # type: ignore[misc]  # transformers may be absent
@@ -38,11 +38,9 @@ class Overlap(TrainerCallback):  # type: ignore[misc]  # transformers may be abs
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         model = given["model"]
         if args.torch_compile:
-            warnings.warn(
+            warn(
                 "overlapc plans nothing of a model that TrainingArguments(torch_compile=True) "
-                "compiles: leave torch_compile out",
-                RuntimeWarning,
-                stacklevel=2,
+                "compiles: leave torch_compile out"
             )
             return
         if self.planned is None or self.planned.model is not model:
@@ -136,11 +134,7 @@ def overlap(trainer: Trainer, *, merge: bool = False, **options: Any) -> Overlap
     planned = Overlap(**options)
     trainer.add_callback(planned)
     if merge and (why := _unmerged(trainer)):
-        warnings.warn(
-            f"overlapc merges no microbatches: {why}; they are planned one by one",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        warn(f"overlapc merges no microbatches: {why}; they are planned one by one")
     elif merge:
         Options.parse(options, "TrainStep")  # which has fewer
         planned.merged = MergedAccumulation(trainer, planned)

@@ -9,7 +9,6 @@ backward are deferred until Megatron waits for another stage.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -41,6 +40,7 @@ from overlapc.state.described import (
 )
 from overlapc.state.known import settled_by
 from overlapc.state.module_state import Describer, members_of
+from overlapc.tools.told import Told, warn
 
 _OUT_OF_ORDER = (
     "a step of Megatron ended, and a backward that was laid by did not run; expected one forward "
@@ -246,7 +246,7 @@ class Chunk:
         return [each.report for each in self._planning.agreed.values() if each]
 
     @property
-    def why_plain(self) -> list[str]:
+    def why_plain(self) -> Told:
         return self._planning.why_plain
 
     def gradient_of(self, given: Tensor) -> Tensor | None:
@@ -262,7 +262,7 @@ class Chunk:
         told = told or ("" if self._started else _NEVER)
         if told and not self._told:
             self._told = True
-            warnings.warn(told, RuntimeWarning, stacklevel=2)
+            warn(told)
 
     def explain(self) -> str:
         agreed, said = self._planning.agreed.values(), self._planning.said
@@ -297,9 +297,7 @@ class Chunk:
         members = members_of(self.module)
         why = unplanned(members)
         if why is not None:
-            if why not in self.why_plain:
-                self.why_plain.append(why)
-                warnings.warn(_PLAIN.format(why), RuntimeWarning, stacklevel=2)
+            self.why_plain.tell(why, _PLAIN.format(why))
             self._plain_for[why] = self._begun
             return self._plainly(args, kwargs)
         same = [*map(id, members.lasting)] == [*map(id, self._lasting)]
@@ -411,7 +409,7 @@ class Chunk:
             if name not in planned.shared and torch._C._will_engine_execute_node(node):
                 self._told_others = True
                 shape = tuple(owner.tensor.shape)
-                warnings.warn(_ELSEWHERE.format(shape), RuntimeWarning, stacklevel=2)
+                warn(_ELSEWHERE.format(shape))
                 return
 
     def ask_backward(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -42,6 +41,7 @@ from overlapc.ranks.groups import exchange_of, ranks_of, together
 from overlapc.runtime.train_step import adding
 from overlapc.state.described import State, changed_between
 from overlapc.tools.collecting import of_young_alone
+from overlapc.tools.told import Told, warn
 
 if TYPE_CHECKING:
     from overlapc.ranks.exchange import Exchange
@@ -92,7 +92,7 @@ class Planning:
 
     def __init__(self, module: nn.Module, ddp: Any, options: Options) -> None:
         self.module, self.ddp = module, ddp
-        self.why_plain: list[str] = []
+        self.why_plain = Told()
         self.reasons: dict[Any, str] = {}  # why calls of a form run plain
         self.settles = False  # is the call that failed to be tried again, after a plain one?
         self.settled = ""  # what had to settle so
@@ -153,13 +153,9 @@ class Planning:
                 return None
             self.settled = ""
             self.reasons[form] = str(error)
-            if str(error) not in self.why_plain:
-                self.why_plain.append(str(error))
-                warnings.warn(
-                    f"overlapc runs a model chunk as plain Megatron: {error}",
-                    RuntimeWarning,
-                    stacklevel=5,
-                )
+            self.why_plain.tell(
+                str(error), f"overlapc runs a model chunk as plain Megatron: {error}"
+            )
             return None
 
     def _fastest(self, call: ChunkCall, exchange: Exchange | None) -> ChunkPlans:
@@ -284,12 +280,10 @@ class Planning:
         if isinstance(self._options.memory_budget, float) or moved.peak_bytes <= budget:
             return
         if self._options.memory_budget is not None:
-            warnings.warn(
+            warn(
                 f"overlapc: a microbatch of another shape takes {moved.peak_bytes:,} bytes by the "
                 f"plan of the first one, the budget is {budget:,}; expected the largest first: "
-                "call overlapc.megatron.patch() again when shapes grow",
-                RuntimeWarning,
-                stacklevel=5,
+                "call overlapc.megatron.patch() again when shapes grow"
             )
 
     def _refuse(self) -> None:

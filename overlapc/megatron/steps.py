@@ -6,7 +6,6 @@ import contextlib
 import json
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,6 +33,7 @@ from overlapc.ranks.roll import Roll, absent
 from overlapc.search.chosen import Chosen
 from overlapc.state.described import forward_as, noticed
 from overlapc.tools.issued import issued
+from overlapc.tools.told import warn
 
 SCHEDULES = ("1f1b", "merged")
 _GRACE_S = 1.0  # a word that was sent has reached the store
@@ -203,12 +203,10 @@ class Steps(Door):
             if _joins_all(models, given) or _joined(before, missing):
                 raise absent(missing, "this step ran as plain Megatron")
             self._unjoined = issued()
-        warnings.warn(
+        warn(
             f"overlapc ran a step as plain Megatron, and plans the next one: {waited_s:g} s after "
             "some rank had begun it, another had not called overlapc.megatron.patch(); expected "
-            "patch() before ranks read data",
-            RuntimeWarning,
-            stacklevel=5,
+            "patch() before ranks read data"
         )
         return result
 
@@ -227,11 +225,7 @@ class Steps(Door):
         place = _where(groups, next(filter(None, map(reason, models)), ""), alike)
         self._places[tuple(map(id, models))] = place, models
         if place.refused:
-            warnings.warn(
-                f"overlapc leaves this run to plain Megatron: {place.refused}",
-                RuntimeWarning,
-                stacklevel=6,
-            )
+            warn(f"overlapc leaves this run to plain Megatron: {place.refused}")
         if self._searched is not None:
             from megatron.core import parallel_state
 
@@ -247,11 +241,7 @@ class Steps(Door):
         why = ticks.refused(given, config)
         if why and not self._told:
             self._told = True
-            warnings.warn(
-                f"overlapc runs Megatron's 1F1B, expected schedule='merged': found {why}",
-                RuntimeWarning,
-                stacklevel=4,
-            )
+            warn(f"overlapc runs Megatron's 1F1B, expected schedule='merged': found {why}")
         return not why
 
     def _step(

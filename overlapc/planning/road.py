@@ -6,7 +6,6 @@ and simulates the plan itself.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -52,6 +51,7 @@ from overlapc.solvers.step import quick_start, solve_step
 from overlapc.tools.collecting import of_young_alone
 from overlapc.tools.flags import log
 from overlapc.tools.progress import doing
+from overlapc.tools.told import warn
 
 if TYPE_CHECKING:
     from overlapc.passes.trace import Captured
@@ -137,11 +137,9 @@ def plan(
 def _warn_of_budget(report: Report) -> None:
     budget_bytes = report.problem.budget_bytes or 0
     if report.peak_bytes > budget_bytes:
-        warnings.warn(
+        warn(
             f"overlapc: the plan that was given takes {report.peak_bytes:,} bytes, more than "
-            f"memory_budget, {budget_bytes:,}; it is run all the same",
-            RuntimeWarning,
-            stacklevel=2,
+            f"memory_budget, {budget_bytes:,}; it is run all the same"
         )
 
 
@@ -314,11 +312,7 @@ def _solve(problem: Problem, solver: str, choices: Iterable[tuple[str, ...]]) ->
     except (Infeasible, OptionError):
         raise
     except Exception as error:
-        warnings.warn(
-            f"overlapc: solver {solver!r} failed ({error!r}); its baselines are used instead",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        warn(f"overlapc: solver {solver!r} failed ({error!r}); its baselines are used instead")
         return best_baseline(problem)
 
 

@@ -15,13 +15,13 @@ import contextlib
 import hashlib
 import json
 import os
-import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from overlapc.core.errors import FileError
 from overlapc.core.files import StrPath, read_text, write_file
+from overlapc.tools.told import warn
 
 __all__ = ["Cache", "default_path"]
 
@@ -87,7 +87,7 @@ class Cache:
     def _complain(self, error: FileError, what_now: str) -> None:
         if self._named:
             raise error
-        warnings.warn(f"{error}; {what_now}", stacklevel=3)
+        warn(f"{error}; {what_now}")
 
 
 def _read(path: Path) -> Entries:

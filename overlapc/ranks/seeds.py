@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from overlapc.passes.nodes import group_of, is_random, is_start, line_of, primal_nodes
 from overlapc.passes.trace import Captured, forward_nodes
 from overlapc.ranks.exchange import Exchange
+from overlapc.tools.told import warn
 
 # What a value is to the ranks of a group.
 CONSTANT = "constant"  # equal on all ranks, made of parameters and numbers alone
@@ -51,13 +51,11 @@ def warn_of_seeds(
         alike = {name for name, mark in found[0].items() if all(e.get(name) == mark for e in found)}
         node = drawn_for_common(captured, group, alike)
         if node is not None:
-            warnings.warn(
+            warn(
                 f"overlapc: ranks {', '.join(map(str, ranks))} hold the same activations where "
                 f"{node.name} draws random numbers ({line_of(node)}), but their random states "
                 "differ: from there on their copies differ, without an error. Seed these ranks "
-                "alike (torch.manual_seed with one number) before the first step",
-                RuntimeWarning,
-                stacklevel=2,
+                "alike (torch.manual_seed with one number) before the first step"
             )
             return
 

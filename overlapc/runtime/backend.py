@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import wraps
@@ -50,6 +49,7 @@ from overlapc.ranks.groups import Attempts, ranks_of
 from overlapc.ranks.seeds import warn_of_seeds
 from overlapc.runtime.graphs import Calls, CompiledGraph
 from overlapc.tools.flags import log
+from overlapc.tools.told import Told, warn
 
 # What PyTorch says of sizes that vary, where it takes numbers alone.
 _SYMBOLS = ("symbolic sizes", "only concrete integers", "Expected IntList")
@@ -67,7 +67,7 @@ class Backend:
         self.steps = Calls(options)
         self.attempts = Attempts("optimize")
         self.reports: list[Report] = self.steps.reports
-        self.fallbacks: list[str] = []  # what runs as plain PyTorch, with reasons
+        self.fallbacks = Told()  # what runs as plain PyTorch, with reasons
         self.calls = 0  # of graphs, planned or not
         self._mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self._warned = False
@@ -195,11 +195,9 @@ class Backend:
         """Without `optimize` the begin of a step is unknown."""
         if not graph.alone and self.options.memory_budget is not None and not self._warned:
             self._warned = True
-            warnings.warn(
+            warn(
                 "overlapc: the model is broken into several graphs, and each may take the whole "
-                "memory_budget: use overlapc.optimize, which divides it among them",
-                RuntimeWarning,
-                stacklevel=2,
+                "memory_budget: use overlapc.optimize, which divides it among them"
             )
 
     def warn_of_longer(self, report: Report) -> None:
@@ -210,12 +208,10 @@ class Backend:
             return
         if report.peak_bytes > budget_bytes:
             self._warned = True
-            warnings.warn(
+            warn(
                 f"overlapc: this batch takes {report.peak_bytes:,} bytes by the plan of the first "
                 f"one, more than memory_budget, {budget_bytes:,}; it is run all the same: begin "
-                "with the longest batch, and the plan fits all",
-                RuntimeWarning,
-                stacklevel=2,
+                "with the longest batch, and the plan fits all"
             )
 
     def _unchanged(self, gm: fx.GraphModule, reason: str, place: str) -> Callable[..., Any]:
@@ -231,13 +227,10 @@ class Backend:
         """Warn once about what runs as plain PyTorch, and why."""
         if self._sharded and any(name in what for name in _HOOKS):
             log(1, what)
-        elif what not in self.fallbacks:
-            self.fallbacks.append(what)
+        else:
             where, _, reason = what.partition(": ")
-            warnings.warn(
-                f"overlapc runs {where} unchanged, as plain PyTorch: {reason}",
-                RuntimeWarning,
-                stacklevel=3,
+            self.fallbacks.tell(
+                what, f"overlapc runs {where} unchanged, as plain PyTorch: {reason}"
             )
 
     def between_gathers(self, framework: str) -> None:
@@ -245,8 +238,7 @@ class Backend:
         these hooks is left out from now on."""
         self._sharded = True
         what = f"{framework} shards this model; overlapc plans what is between its gathers only"
-        self.fallbacks.append(what)
-        warnings.warn(f"overlapc: {what}", RuntimeWarning, stacklevel=3)
+        self.fallbacks.tell(what, f"overlapc: {what}")
 
 
 class CapturedAlone(RankError):

@@ -9,7 +9,6 @@ the whole budget at once.
 from __future__ import annotations
 
 import sys
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import CodeType
@@ -28,6 +27,7 @@ from overlapc.planning.shares import GraphsOfStep, Share, plan_shares
 from overlapc.ranks.exchange import busy
 from overlapc.ranks.groups import exchange_for
 from overlapc.tools.flags import log
+from overlapc.tools.told import warn
 
 Compile = Callable[[Sequence[Any], Plan], Callable[..., Any]]
 
@@ -89,11 +89,9 @@ class CompiledGraph:
             with busy("tracing"), tracing(TracingContext(self._mode)):
                 self.run = self.compile(self._inputs, plan)
         except Exception as error:
-            warnings.warn(
+            warn(
                 f"overlapc: {self.name} keeps the plan of its first step, which fits but may "
-                f"recompute more than it must: compiling it again failed ({error!r})",
-                RuntimeWarning,
-                stacklevel=2,
+                f"recompute more than it must: compiling it again failed ({error!r})"
             )
 
 

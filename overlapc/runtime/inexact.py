@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
+
+from overlapc.tools.told import warn
 
 
 class Inexact:
@@ -17,8 +18,4 @@ class Inexact:
             return
         self._said = True
         more = f" (and {len(lines) - 1} more: see .differences)" if lines[1:] else ""
-        warnings.warn(
-            f"overlapc: numbers may differ from eager's, as torch.compile's do: {lines[0]}{more}",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+        warn(f"overlapc: numbers may differ from eager's, as torch.compile's do: {lines[0]}{more}")

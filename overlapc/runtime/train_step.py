@@ -11,7 +11,6 @@ backward's compute, and the backward's under the forward's.
 from __future__ import annotations
 
 import statistics
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -63,6 +62,7 @@ from overlapc.runtime.slicing.slices import SlicedProgram, Slices, marked
 from overlapc.runtime.steps import RunningStep
 from overlapc.sharded.lowered import Lowered
 from overlapc.state.objects import detached
+from overlapc.tools.told import Told, warn
 
 SCHEDULES = ("auto", "plain", "merged", "pairs")
 
@@ -156,7 +156,7 @@ class TrainStep(Door):
         self._plain: set[Any] = set()  # keys of those that run as plain PyTorch
         self._attempts = Attempts("TrainStep")
         self._replicas, self._lowered, self._inexact = Replicas(model), Lowered(model), Inexact()
-        self._fallbacks: list[str] = []  # why steps or microbatches ran as plain PyTorch
+        self._fallbacks = Told()  # why steps or microbatches ran as plain PyTorch
         self._reports: dict[tuple[int, str], Report] = {}  # by number of microbatches and digest
         self._step: RunningStep | Slices | None = None  # the running step
         self._given: Given | None = None  # the batch that is in slices
@@ -178,7 +178,7 @@ class TrainStep(Door):
                 "eager's backward is an error; expected it outside: call the model to evaluate it"
             )
         if not self._traced and (what := unmade(self.model)):
-            warnings.warn(f"overlapc runs this step {FIRST_CALL}: {what}", RuntimeWarning, 3)
+            warn(f"overlapc runs this step {FIRST_CALL}: {what}")
             return self._replicas.in_turn(each, self._plainly)
         self._all = each
         if self._options.slices > 1:
@@ -434,10 +434,7 @@ class TrainStep(Door):
         # These come up at once at the next call, too, if they still hold then.
         if not isinstance(error, (NotOurs, SwitchedOff)):
             self._plain.add(key)
-        if str(error) not in self._fallbacks:
-            self._fallbacks.append(str(error))
-            said = f"overlapc runs the step as plain PyTorch: {error}"
-            warnings.warn(said, RuntimeWarning, stacklevel=5)
+        self._fallbacks.tell(str(error), f"overlapc runs the step as plain PyTorch: {error}")
 
     def _adopt(self, joint: Joint) -> Run:
         """Return the code that runs in the place of a graph: its forward, merged with the backward

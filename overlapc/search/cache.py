@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import warnings
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from overlapc.core.files import read_json, write_file
 from overlapc.search.evaluate import Found
 from overlapc.search.layouts import Cluster, Layout
 from overlapc.search.models.transformer import Model
+from overlapc.tools.told import warn
 
 VERSION = 14
 
@@ -55,7 +55,7 @@ class PlannedLayouts:
             path = self._path(self.folder, found.layout, within)
             write_file(path, json.dumps(found.as_json()))
         except (OSError, FileError) as error:  # a search goes on without its cache
-            warnings.warn(f"overlapc keeps nothing of this search: {error}", stacklevel=2)
+            warn(f"overlapc keeps nothing of this search: {error}")
             self.folder = None
 
     @staticmethod

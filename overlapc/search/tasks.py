@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import pickle
-import warnings
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from overlapc.search.layouts import Cluster, Layout
 from overlapc.search.models.transformer import Model
 from overlapc.search.units import Unit
 from overlapc.search.whole import as_it_runs
+from overlapc.tools.told import warn
 
 _met: dict[bytes, Unit] = {}  # the units that this process has unpacked
 
@@ -94,9 +94,8 @@ def warn_of_uncut(
     sizes = ", ".join(map(str, sorted({found.layout.microbatch for found in layouts})))
     for count in slices:
         if count > 1 and count not in planned:
-            warnings.warn(
+            warn(
                 f"overlapc planned no listed layout in {count} slices: microbatches of {sizes} "
                 f"sequences are no multiple of {count}, slices fit in no memory, or they cannot "
-                "draw the model's random numbers together",
-                stacklevel=2,
+                "draw the model's random numbers together"
             )

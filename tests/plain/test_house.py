@@ -45,6 +45,12 @@ def test_a_folder_takes_few_names_from_others(folder: str) -> None:
     assert len(taken) <= TAKEN[folder]
 
 
+def test_one_function_warns_and_finds_the_users_line() -> None:
+    """No `stacklevel` is counted by hand."""
+    found = [path.name for path in CODE if "warnings.warn(" in path.read_text(encoding="utf-8")]
+    assert found == ["told.py"]
+
+
 def test_no_call_spreads_a_tuple_that_was_packed_for_it() -> None:
     """`what = a, b` and then `f(*what)` hides which argument is which."""
     found = []

@@ -62,6 +62,15 @@ def test_plain() -> None:
     assert all(reason in door.explain() for reason in door.fallbacks)
 
 
+def test_a_warning_stands_at_the_users_line() -> None:
+    step = overlapc.TrainStep(Untraceable(), lambda model, x: model(x).sum(), **HOW)
+    x = torch.ones(4, 16)
+    with pytest.warns(RuntimeWarning, match="as plain PyTorch") as told:
+        step([(x,), (x,)])
+    step([(x,), (x,)])  # it is not told again
+    assert [warning.filename for warning in told] == [__file__]
+
+
 def test_all_front_doors_are_doors() -> None:
     from overlapc.megatron.loop import TrainStep
     from overlapc.megatron.steps import Steps

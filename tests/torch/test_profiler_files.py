@@ -48,7 +48,7 @@ def test_damaged_default_cache_warns_once_and_is_rebuilt(
 ) -> None:
     monkeypatch.setenv("OVERLAPC_CACHE", str(tmp_path))
     (tmp_path / "profile.json").write_text("{")
-    with pytest.warns(UserWarning, match="damaged.*measuring again") as caught:
+    with pytest.warns(RuntimeWarning, match="damaged.*measuring again") as caught:
         cache = Cache()
     assert len(caught) == 1
     cache.put("cpu", "mm", (1,))
@@ -63,7 +63,7 @@ def test_default_cache_that_cannot_be_written_only_warns(
     monkeypatch.setenv("OVERLAPC_CACHE", str(tmp_path / "file" / "folder"))
     cache = Cache()
     cache.put("cpu", "mm", (1,))
-    with pytest.warns(UserWarning, match="going on without saving"):
+    with pytest.warns(RuntimeWarning, match="going on without saving"):
         cache.save()
     assert cache.get("cpu", "mm") == (1,)
 

@@ -697,7 +697,7 @@ def test_a_wrong_function_is_told_what_was_expected(name, said):
 
 def test_slices_that_no_layout_has_are_warned_of():
     listed = [Found(Layout(1, 1, 1, size), "heu") for size in (1, 2)]
-    with pytest.warns(UserWarning, match="in 3 slices: microbatches of 1, 2 sequences"):
+    with pytest.warns(RuntimeWarning, match="in 3 slices: microbatches of 1, 2 sequences"):
         warn_of_uncut([3], listed, [])
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -75,7 +75,7 @@ def test_nothing_is_planned_in_slices_where_no_bound_is_below_the_best(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, where = find_model(WHERE), replace(cluster(tmp_path, "1e8"), global_batch=1)
-    with pytest.warns(UserWarning, match="in 2 slices: microbatches of 1 sequences"):
+    with pytest.warns(RuntimeWarning, match="in 2 slices: microbatches of 1 sequences"):
         result = search(model, where, workers=1, shown=1, slices=(2,))
     assert result.best is not None
     assert result.best.slices == 1

@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import re
 import traceback
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -37,6 +36,7 @@ from overlapc.passes.opaque.reached import Reached, memory_of
 from overlapc.state.known import known_of, settled_by
 from overlapc.state.module_state import INTERNAL, Members, hooks_of, members_of
 from overlapc.state.snapshot import is_a
+from overlapc.tools.told import warn
 
 T = TypeVar("T")
 Forward = Callable[..., Any]
@@ -173,7 +173,7 @@ class Opaques:
                 if fresh := [reason for reason in self.reasons if reason not in told]:
                     named = "; ".join(_summed(fresh))
                     what = f"overlapc runs as one op, by its own autograd, {named}"
-                    warnings.warn(what, RuntimeWarning, stacklevel=3)
+                    warn(what)
                 return traced
             except CaptureError as error:
                 found = _entered_last(self._model, error, self._forwards)

@@ -125,7 +125,7 @@ class AutoStep(TrainStep):
     def _take(self, ranking: _Ranking) -> None:
         count = ranking.left[0]
         self._now = self._steps[count], ranking
-        self.report, self._fallbacks = self._steps[count].report, self._steps[count].fallbacks
+        self.report, self._fallbacks = self._steps[count].report, self._steps[count]._fallbacks
         wanted = {count for each in self._rankings.values() for count in each.left}
         self._steps = {count: step for count, step in self._steps.items() if count in wanted}
 

@@ -15,7 +15,6 @@ and hooks see one. A call without gradients (evaluation, prefill) runs the slice
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -51,6 +50,7 @@ from overlapc.runtime.slicing.compare import (
 from overlapc.runtime.slicing.slices import SlicedFlight, SlicedProgram, Slices, Way, marked
 from overlapc.runtime.train_step import adding
 from overlapc.state.objects import batch_in_objects, is_held, rebuilt, storage_of
+from overlapc.tools.told import Told
 
 Uncut = Callable[[Any, Any], Any]  # args, kwargs -> the model's results
 
@@ -62,7 +62,7 @@ class SlicedCalls:
         self.model, self.options, self.count, self.uncut = model, options, count, uncut
         self.reports: dict[str, Report] = {}  # by digest of a slice's graph
         self.said: dict[Any, Compared] = {}  # slices compared with their batch, by key and digest
-        self.fallbacks: list[str] = []  # why calls ran uncut
+        self.fallbacks = Told()  # why calls ran uncut
         self._traced: dict[Any, Traced] = {}  # by the key of `alike`
         self._plain: set[Any] = set()  # keys of calls that run uncut
         self._attempts = Attempts("optimize in slices")
@@ -254,9 +254,7 @@ class SlicedCalls:
         self._attempts.refused(error)  # other ranks may wait for this one
         refuse_failing(error, self.count, self._given, self._uncut)
         self._plain.add(key)
-        if str(error) not in self.fallbacks:
-            self.fallbacks.append(str(error))
-            warnings.warn(f"overlapc runs the batch uncut: {error}", RuntimeWarning, stacklevel=6)
+        self.fallbacks.tell(str(error), f"overlapc runs the batch uncut: {error}")
 
 
 def _outside_inference() -> ExitStack:
