@@ -392,6 +392,10 @@ class Span:
     end_ns: int
     rank: int = 0
 
+    @property
+    def is_recompute(self) -> bool:
+        return self.issue.startswith(RECOMPUTE)
+
 
 @dataclass(frozen=True, slots=True)
 class Exposure:

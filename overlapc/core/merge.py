@@ -72,6 +72,11 @@ def ahead(trace: Trace, steps: int) -> Trace:
     return replace(trace, ops=tuple(later(op) if op.is_forward else op for op in trace.ops))
 
 
+def added_by(op: Op) -> str:
+    """The gradient that this op adds to the parameter's; "" of other ops."""
+    return op.name.removesuffix(ADD) if op.signature == ADDS else ""
+
+
 def at(name: str, k: int) -> str:
     """Name an op or a value of slice k: `mm@1`; `R:mm@1` is its recompute."""
     return f"{name}@{k}"
@@ -124,7 +129,7 @@ def in_slices(
                 given = at(op.inputs[0], k - 1), at(op.outputs[0], k - 1)
             if op.signature.startswith(TOTAL) and not apart:
                 given = tuple(names_of(op.inputs[:1]))
-            if op.name.endswith(ADD) and not made:
+            if added_by(op) and not made:
                 made = (name,)  # a value without bytes, which says that the gradient has been added
                 values.append(Value(name, 0, name, name))
                 given += (at(op.name, k - 1),) if k else ()

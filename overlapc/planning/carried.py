@@ -16,7 +16,7 @@ from difflib import SequenceMatcher
 
 from overlapc.core.errors import InvalidPlan
 from overlapc.core.ir import Cost, Op, Plan, Problem, Profile, Trace, issue, parse_issue
-from overlapc.core.merge import ADD, merge
+from overlapc.core.merge import added_by, merge
 from overlapc.planning.problem import TrainingStep, formulate
 from overlapc.planning.report import Report
 from overlapc.planning.road import reports
@@ -88,7 +88,7 @@ def _kinds(trace: Trace, gradients: Gradients) -> list[tuple[str, ...]]:
     """The kind of each op, without its shapes."""
     found = []
     for op in trace.ops:
-        of = gradients.get(op.name.removesuffix(ADD), ()) if not op.outputs else ()
+        of = gradients.get(added_by(op) or op.name, ()) if not op.outputs else ()
         kind = "" if of else re.sub(r"(_\d+)+$", "", op.name)
         place = trace.modules.get(op.name, ""), kind, op.lane, op.piece.letter
         found.append((*place, *of))
@@ -149,7 +149,7 @@ def _carried(
 
     def alike(order: Iterable[str], trace: Trace, names: Mapping[str, str]) -> list[str]:
         issued = [(trace.op[name], again) for name, again in map(parse_issue, order)]
-        shown = [(op, a) for op, a in issued if op.role == "start" or op.name.endswith(ADD)]
+        shown = [(op, a) for op, a in issued if op.role == "start" or added_by(op)]
         return [issue(names.get(op.name, ""), again) for op, again in shown]
 
     same = {name: name for name in planned.trace.op}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from overlapc.core.ir import COMPUTE, RECOMPUTE, Timeline
+from overlapc.core.ir import COMPUTE, Timeline
 
 
 def picture(timeline: Timeline, columns: int = 100) -> str:
@@ -17,7 +17,7 @@ def picture(timeline: Timeline, columns: int = 100) -> str:
                 continue
             first = span.start_ns * columns // max(1, timeline.step_ns)
             last = max(first + 1, span.end_ns * columns // max(1, timeline.step_ns))
-            mark = "=" if lane != COMPUTE else "R" if span.issue.startswith(RECOMPUTE) else "#"
+            mark = "=" if lane != COMPUTE else "R" if span.is_recompute else "#"
             for i in range(first, min(columns, last)):
                 line[i] = mark
         lines.append(f"{lane.ljust(width)}  {''.join(line)}")

@@ -434,7 +434,7 @@ def _hidden_ns(timeline: Timeline) -> int:
     )
     hidden = 0
     for span in timeline.spans:
-        if span.lane == "compute" and span.issue.startswith("R:"):
+        if span.lane == "compute" and span.is_recompute:
             covered = 0
             for start, end in windows:
                 covered += max(0, min(end, span.end_ns) - max(start, span.start_ns))

@@ -45,6 +45,21 @@ def test_a_folder_takes_few_names_from_others(folder: str) -> None:
     assert len(taken) <= TAKEN[folder]
 
 
+# How names of copies and of recompute are written; who asks calls a function of these two modules.
+SPELLINGS = re.compile(r'artition\("@"\)|startswith\((RECOMPUTE|"R:")\)|ffix\((ADD|"_add")\)')
+SPELLED = ("core/ir.py", "core/merge.py", "core/simulate.py", "core/valid.py")
+
+
+def test_a_name_is_read_where_it_is_made() -> None:
+    found = {
+        str(path.relative_to(ROOT / "overlapc"))
+        for path in CODE
+        if SPELLINGS.search(path.read_text(encoding="utf-8"))
+    }
+    # The names of modules in Dynamo's stacks have an "@", too.
+    assert found - {"sharded/lowered.py"} <= set(SPELLED)
+
+
 def test_one_function_warns_and_finds_the_users_line() -> None:
     """No `stacklevel` is counted by hand."""
     found = [path.name for path in CODE if "warnings.warn(" in path.read_text(encoding="utf-8")]
