@@ -11,15 +11,15 @@ backward's compute, and the backward's under the forward's.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from overlapc.core.door import Door
 from overlapc.core.errors import CaptureError, OptionError, OverlapcError
@@ -29,6 +29,7 @@ from overlapc.passes.capture.marks import mark
 from overlapc.passes.capture.untraced import SwitchedOff
 from overlapc.passes.draws import Draw, may_pair
 from overlapc.passes.emit.parts import parameter_gradients
+from overlapc.passes.trace import Captured
 from overlapc.planning.options import Options
 from overlapc.planning.problem import TrainingStep
 from overlapc.planning.report import Report
@@ -38,7 +39,7 @@ from overlapc.profiler.hardware import load_hardware
 from overlapc.ranks.exchange import busy, in_call
 from overlapc.ranks.groups import Attempts
 from overlapc.ranks.seeds import warn_of_seeds
-from overlapc.runtime.call import Given, alike, givens, in_runs, inputs_of, kind_of, like_these
+from overlapc.runtime.call import Given, alike, givens, in_runs, inputs_of
 from overlapc.runtime.foreign import (
     FIRST_CALL,
     refuse_foreign,
@@ -53,12 +54,8 @@ from overlapc.runtime.program import NotOurs, Program, State, check_loss, refuse
 from overlapc.runtime.replicas import Replicas
 from overlapc.runtime.slicing.compare import (
     Compared,
-    compared,
-    draws_for,
-    refuse_failing,
-    refuse_whole,
 )
-from overlapc.runtime.slicing.slices import SlicedProgram, Slices, marked
+from overlapc.runtime.slicing.slices import Slices
 from overlapc.runtime.steps import RunningStep
 from overlapc.sharded.lowered import Lowered
 from overlapc.state.objects import detached
@@ -109,9 +106,9 @@ class TrainStep(Door):
     """
 
     def __new__(cls, *_args: Any, slices: Any = 1, **_options: Any) -> TrainStep:
-        from overlapc.runtime.slicing.auto import AutoStep  # which is one
+        from overlapc.runtime.slicing.auto import step_in  # one of these
 
-        return super().__new__(AutoStep if cls is TrainStep and slices == "auto" else cls)
+        return super().__new__(step_in(slices) if cls is TrainStep else cls)
 
     def __init__(
         self,
@@ -181,10 +178,9 @@ class TrainStep(Door):
             warn(f"overlapc runs this step {FIRST_CALL}: {what}")
             return self._replicas.in_turn(each, self._plainly)
         self._all = each
-        if self._options.slices > 1:
-            for one in each:  # refused before anything runs
-                one.cut(self._options.slices)
-            return self._replicas.in_turn(each, lambda one: self._in_slices(one, len(each)))
+        return self._run(each)
+
+    def _run(self, each: Sequence[Given]) -> list[Any]:
         ready = self._replicas.before_last
         runs = [
             (self._key(kind), RunningStep(run, gathers=len(run) > 1, before_last=ready))
@@ -223,92 +219,30 @@ class TrainStep(Door):
         self._reduces(key[1])
         return self._forward(given, key)
 
-    def _in_slices(self, given: Given, microbatches: int) -> Any:
-        """Run forward and backward of a microbatch in slices; the call of the last slice runs
-        all."""
-        self._given = given
-        each = given.cut(self._options.slices)
-        key = self._key((kind_of(each[0]), True))
-        if key in self._plain:
-            return self._plainly(given)
-
-        def begin() -> Slices:
-            self._step = step = Slices(microbatches, each=each)
-            for one in each[:-1]:
-                with suppress(Stop):
-                    self._traced[key](*one.args, **one.kwargs)
-            return step
-
-        try:
-            with self._tracing(key), sliced(len(each)):
-                step = begin()
-                found, is_new = self._compare(step, given, each, key)
-                if is_new:
-                    step = begin()  # counters of the model have changed meanwhile
-                step.ways = found.ways
-                return detached(self._traced[key](*each[-1].args, **each[-1].kwargs))
-        except CaptureError as error:
-            self._attempts.refused(error)
-            refuse_failing(error, len(each), given, self._uncut)
-            result = self._plainly(given)
-            self._refused(key, error)
-            return result
-        finally:
-            self._step = None
-
-    def _compare(
-        self, step: Slices, given: Given, each: Sequence[Given], key: Any
-    ) -> tuple[Compared, bool]:
-        """Compare the slices of a first batch with the whole batch, and raise on all ranks if they
-        differ. Also return whether this was a first batch."""
-        if step.program is None:
-            raise CaptureError("torch.compile is switched off")
-        joint = step.program.joint
-        trace = joint.captured.trace
-        if (known := self._compared.get((key, trace.digest))) is not None:
-            return known, False
-
-        def forward(part: Given) -> list[Any]:
-            result = self._whole(*part.args, **part.kwargs)
-            checked_loss(result)
-            return tree_leaves(result)
-
-        with self._attempts.exchange_for(trace.lanes, self._options.timeout_s) as exchange:
-            draws = step.program.draws
-            found = compared(self.model, forward, given, each, joint, draws, exchange)
-        self._compared[key, trace.digest] = found
-        return found, True
-
     def predict(self, microbatches: Sequence[Any]) -> Report | None:
         """Plan a call with these microbatches without running it; None if it would run as plain
         PyTorch. All ranks call this together."""
         each = givens(microbatches)
         if unmade(self.model):
             return None
-        runs = [(None, each)] if self._options.slices > 1 else self._runs(each)
         self._all = each
-        reports = [self._plan(kind, run) for kind, run in runs]
+        reports = [self._plan(kind, run) for kind, run in self._runs(each)]
         self.report = reports[0] or self.report
         return reports[0]
 
     def _plan(self, kind: Any, each: Sequence[Given]) -> Report | None:
-        """Plan microbatches of one kind, or, in slices, the first batch."""
-        slices = self._options.slices
-        self._given = each[0]
-        count, each = len(each), each[0].cut(slices) if slices > 1 else each
-        self._step = (
-            Slices(count, runs=False, each=each) if slices > 1 else RunningStep(each, runs=False)
-        )
-        key = self._key(kind if slices == 1 else (kind_of(each[0]), True))
+        """Plan microbatches of one kind."""
+        self._given, self._step, key = each[0], self._dry(each), self._key(kind)
+        first = self._step.each[0]
         self._reduces(key[1])
         try:
-            with self._tracing(key), sliced(slices):
-                self._traced[key](*each[0].args, **each[0].kwargs)
+            with self._tracing(key), sliced(self._options.slices):
+                self._traced[key](*first.args, **first.kwargs)
         except Stop:
             return self.report
         except CaptureError as error:
             self._attempts.refused(error)
-            refuse_failing(error, slices, self._given, self._uncut)
+            self._refuse_failing(error)
             self._refused(key, error)
         finally:
             self._step = None
@@ -341,29 +275,24 @@ class TrainStep(Door):
     def _key(self, kind: Any) -> Any:
         """A kind of microbatches, for which there is a trace from now on."""
         if kind not in self._traced:
-            function = self._of_loss if self._options.slices == 1 else self._marked
             check = self._lowered.check
-            self._traced[kind] = Traced(function, self._adopt, self.model, ours=True, check=check)
+            self._traced[kind] = Traced(
+                self._function, self._adopt, self.model, ours=True, check=check
+            )
         return kind
 
     def _whole(self, *args: Any, **kwargs: Any) -> Any:
-        """The function of a microbatch that is traced; its only result that requires a gradient is
-        the loss."""
+        """A microbatch, or a slice of one; its only result that requires a gradient is the
+        loss."""
         result = self._result(*args, **kwargs)
         return result if isinstance(result, Tensor) else detached(result, but=loss_of(result))
 
-    def _of_loss(self, *args: Any, **kwargs: Any) -> Any:
-        """That of a microbatch: the graph says which of its results is the loss."""
+    def _function(self, *args: Any, **kwargs: Any) -> Any:
+        """What is traced: its graph says which of the results is the loss."""
         result = self._result(*args, **kwargs)
         loss = result if isinstance(result, Tensor) else loss_of(result)
         by = None if loss is None else mark(loss, 0, Tensor.contiguous)
         return detached(result, but=loss, by=by)
-
-    def _marked(self, *args: Any, **kwargs: Any) -> Any:
-        """That of a slice."""
-        result = self._whole(*args, **kwargs)
-        loss = result if isinstance(result, Tensor) else loss_of(result)
-        return marked(result, (args, kwargs), loss)
 
     def _result(self, *args: Any, **kwargs: Any) -> Any:
         run = self.model if self._loss is None else partial(self._loss, self.model)
@@ -457,52 +386,65 @@ class TrainStep(Door):
                 self.report = program.report  # of those that are merged
             if not step.runs:
                 raise Stop
-            at = (
-                (0, 1)
-                if isinstance(step, RunningStep)
-                else (len(step.states), self._options.slices)
-            )
-            self._replicas.around(joint, state, at)
+            self._replicas.around(joint, state, self._place())
             return step.forward(program, state)
 
         return run
 
     def _program(self, joint: Joint, state: State, running: RunningStep | Slices) -> Program:
         """Make the program of a graph: plan it, or use the plan of an equal graph."""
-        captured, slices, count = joint.captured, self._options.slices, running.count
-        key = count, captured.trace.digest
-        draws: dict[str, Draw] = {}
-        if slices > 1:
-            refuse_whole(joint, state, self.model, slices)
-            draws = draws_for(joint, slices, self._uncut)
-        pairs = self._schedule in ("auto", "pairs") and may_pair(captured)
-        pairs = pairs and not (joint.hands_on or self._replicas)
-        if (known := self._reports.get(key)) is None or (known.pair is not None and not pairs):
-            each = running.each if slices == 1 else like_these(running.each, self._given, self._all)
-            primals, *others = inputs_of(joint.inputs, state, each)
+        captured, count = joint.captured, running.count
+        key, draws = (count, captured.trace.digest), self._draws(joint, state)
+        step = self._to_plan(captured, count, draws)
+        if joint.hands_on or self._replicas:
+            step = replace(step, pairs=False)
+        known = self._reports.get(key)
+        if known is None or (known.pair is not None and not step.pairs):
+            primals, *others = inputs_of(joint.inputs, state, self._alike(running.each))
             lanes, timeout_s = captured.trace.lanes, self._options.timeout_s
             with self._attempts.exchange_for(lanes, timeout_s) as exchange:
-                step = TrainingStep(
-                    "one microbatch" if slices == 1 else f"one microbatch in {slices} slices",
-                    count,
-                    lag=int(self._schedule != "plain" and slices == 1),
-                    pairs=pairs,
-                    in_pairs=self._schedule == "pairs" and slices == 1,
-                    gradients=tuple(parameter_gradients(captured)),
-                    add_ns_per_kib=adding(self.model, self._options),
-                    slices=slices,
-                    draws=tuple(draws),
-                    at_once=slices > 1,
-                )
+                step = replace(step, add_ns_per_kib=adding(self.model, self._options))
                 self._reports[key] = plan(
                     captured, self._options, step, primals=primals, others=others, exchange=exchange
                 ).report
                 warn_of_seeds(captured, primals, exchange)
-        if self._schedule == "pairs" and self._reports[key].pair is None:
+        if step.in_pairs and self._reports[key].pair is None:
             raise OptionError('plan: schedule="pairs", and it has no plan of the ends in pairs')
-        if slices > 1:
-            return SlicedProgram(joint, self._reports[key], whole=True, draws=draws)
-        return Program(joint, self._reports[key], whole=True)
+        return self._made(joint, self._reports[key], draws)
+
+    # What a step in slices has in another way
+
+    def _dry(self, each: Sequence[Given]) -> RunningStep | Slices:
+        """A step of these microbatches that is planned and not run."""
+        return RunningStep(each, runs=False)
+
+    def _refuse_failing(self, error: CaptureError) -> None:
+        """Raise if the error is of the cut."""
+
+    def _place(self) -> tuple[int, int]:
+        """Which slice runs, of how many."""
+        return 0, 1
+
+    def _draws(self, joint: Joint, state: State) -> dict[str, Draw]:
+        """What slices draw together."""
+        return {}
+
+    def _alike(self, each: Sequence[Given]) -> Sequence[Given]:
+        """Calls by which values are measured."""
+        return each
+
+    def _to_plan(self, captured: Captured, count: int, draws: Mapping[str, Draw]) -> TrainingStep:
+        return TrainingStep(
+            "one microbatch",
+            count,
+            lag=int(self._schedule != "plain"),
+            pairs=self._schedule in ("auto", "pairs") and may_pair(captured),
+            in_pairs=self._schedule == "pairs",
+            gradients=tuple(parameter_gradients(captured)),
+        )
+
+    def _made(self, joint: Joint, report: Report, draws: Mapping[str, Draw]) -> Program:
+        return Program(joint, report, whole=True)
 
     def _uncut(self) -> Joint:
         """The graph of the whole batch."""

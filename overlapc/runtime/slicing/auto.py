@@ -16,6 +16,7 @@ from overlapc.planning.report import Report
 from overlapc.runtime.call import Given, alike, givens, kind_of
 from overlapc.runtime.foreign import unmade, untraced
 from overlapc.runtime.slicing.sliced import SlicedCalls, Uncut
+from overlapc.runtime.slicing.step import SlicedStep
 from overlapc.runtime.train_step import TrainStep
 
 SLICES = (1, 2, 4)  # more were never faster in what was published
@@ -71,6 +72,13 @@ class _Ranking:
 def _for(how: Mapping[str, Any], slices: int) -> dict[str, Any]:
     """Options of a step of so many slices: the schedule is of whole microbatches."""
     return dict(how) | {"slices": slices} | ({"schedule": "auto"} if slices > 1 else {})
+
+
+def step_in(slices: Any) -> type[TrainStep]:
+    """The class of `TrainStep(model, slices=...)`; what is no number of slices it refuses."""
+    if slices == "auto":
+        return AutoStep
+    return SlicedStep if isinstance(slices, int) and slices > 1 else TrainStep
 
 
 class AutoStep(TrainStep):
