@@ -1,5 +1,5 @@
-"""overlapc runs recompute and weight gradients while communication is on its way; gradients stay
-exact.
+"""overlapc makes a PyTorch training step faster by doing useful work while the GPU would wait for
+communication.
 
     model = overlapc.optimize(model, memory_budget="8GB")
 

@@ -97,7 +97,8 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="overlapc",
-        description="Which parallel layout, schedule and overlap plan trains a model fastest.",
+        description="overlapc makes a PyTorch training step faster by doing useful work while the "
+        "GPU would wait for communication. These commands need no GPU.",
         epilog="Every figure is predicted unless it says measured. A GB is 10^9 bytes, everywhere.",
     )
     parser.add_argument("--version", action="version", version=f"overlapc {__version__}")
