@@ -39,6 +39,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 HOST_S = 8.0
+_SAID_S = 2.0  # so long at most a rank that raises stays to say so
 _JUST_S = 30.0  # so long an end is said to follow from what the rank has raised
 _MANY = 32  # up to so many ranks are all connected with each other
 _MOST_BYTES = 1 << 20  # of a line: a longer one is nobody's of ours
@@ -115,8 +116,17 @@ class Presence:
         self._do(lambda: self._ask(ranks))
 
     def raises(self, text: str) -> None:
-        """Tell the others what this rank has raised: its process may end by it."""
-        self._do(lambda: self._say_to_all({"raised": text}))
+        """Tell the others what this rank has raised: its process may end by it, at once. So this
+        returns when it is said."""
+        said = threading.Event()
+
+        def say() -> None:
+            self._say_to_all({"raised": text})
+            said.set()
+
+        self._do(say)
+        if not self._over:
+            said.wait(_SAID_S)
 
     def begin(self, within_s: float = 5.0) -> None:
         """Return when others can find this rank."""

@@ -91,6 +91,32 @@ time.sleep(60)
 """
 
 
+_RAISES = """
+import os, sys, time
+from overlapc.ranks.presence import Presence
+from tests.plain.test_presence import Records
+class Far(Records):
+    def put(self, key, value): print(value, flush=True)
+    def look(self, keys): return [sys.argv[1].encode() for key in keys]
+class Slow(Presence):
+    def _serve(self, *given):
+        time.sleep(0.2)
+        super()._serve(*given)
+presence = Slow(1, range(2), Far(), dict)
+while not [link for link in presence._links if link.greeted]:
+    time.sleep(0.01)
+presence.raises("ValueError: no")
+os._exit(1)
+"""
+
+
+def test_what_ends_a_process_is_said_before_it_ends(made: Any) -> None:
+    first = made(0, range(2))
+    record = made.records.kept["presence/0"].decode()
+    with subprocess.Popen([sys.executable, "-c", _RAISES, record], stdout=subprocess.PIPE):
+        assert until(lambda: first.gone) == {1: f"{ENDED}, after it raised ValueError: no"}
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_process_that_ends_is_named_on_all_ranks(made: Any, how: int) -> None:
     """Even while a forked child of it lives; not while it is stopped."""
