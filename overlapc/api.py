@@ -456,7 +456,7 @@ class _Engine:
         return results
 
 
-_SHOWN = [name for name in (*vars(Door), *vars(Optimized)) if not name.startswith("_")]
+_SHOWN = [name for name in vars(Door) | vars(Optimized) if not name.startswith("_")]
 _STEP = "training_step"  # what Lightning calls in the place of a model
 _UNSEEN = (
     f"overlapc plans nothing of {_STEP}: it calls this model's layers, but not the model; expected "

@@ -11,8 +11,8 @@ class Door:
     Megatron's.
 
     graphs        a `Report` for each planned graph: its problem, plan and timeline
-    step_ms       predicted milliseconds of these graphs, one after the other; of a `TrainStep` and
-                  a `Pipeline`, of the whole step
+    step_ms       predicted milliseconds of these graphs, one after the other; of a `TrainStep`,
+                  of the microbatches of one shape that ran last, and of a `Pipeline`'s step
     peak_bytes    predicted bytes that a step holds at most, on this rank
     fallbacks     what runs as plain PyTorch, with the reason
     differences   lines of the model whose trace may give other results than eager

@@ -251,7 +251,11 @@ class TrainStep(Door):
 
     @property
     def graphs(self) -> list[Report]:
-        return [] if self.report is None else [self.report]
+        return list(self._reports.values())
+
+    @property
+    def step_ms(self) -> float:
+        return 0.0 if self.report is None else self.report.step_ns / 1e6
 
     @property
     def fallbacks(self) -> list[str]:

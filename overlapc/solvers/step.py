@@ -60,9 +60,10 @@ def solve_step(
     plans = step.solve(solver, alone, rival)
     if not pairs or lag != 1 or not step.may_merge:
         if must_pair:
+            what = "one microbatch" if microbatches < 2 else "no communication to hide"
             raise OptionError(
-                'schedule="pairs": found one microbatch, or no communication to hide; expected '
-                'both, or schedule="auto"'
+                f'schedule="pairs": found {what}; expected several microbatches and collectives, '
+                'or schedule="auto"'
             )
         return plans
     search = _Pairs(problem, microbatches, plans, quick=solver == "heu")

@@ -71,6 +71,23 @@ def test_a_warning_stands_at_the_users_line() -> None:
     assert [warning.filename for warning in told] == [__file__]
 
 
+def test_a_step_shows_all_that_it_planned() -> None:
+    step = overlapc.TrainStep(MLP(), lambda model, x: model(x).sum(), **HOW)
+    large, small = torch.ones(64, 16), torch.ones(4, 16)
+    step([(large,), (large,), (small,)])
+    assert len(step.graphs) == 2
+    assert step.peak_bytes == max(report.peak_bytes for report in step.graphs)
+    assert step.report is not None
+    assert step.step_ms == step.report.step_ns / 1e6
+
+
+def test_what_the_twin_hides_is_named_once() -> None:
+    model = MLP()
+    model.graphs, model.step_ms = "mine", 7
+    with pytest.warns(RuntimeWarning, match=r"the model's graphs, step_ms cannot be read"):
+        overlapc.optimize(model, **HOW)
+
+
 def test_all_front_doors_are_doors() -> None:
     from overlapc.megatron.loop import TrainStep
     from overlapc.megatron.steps import Steps

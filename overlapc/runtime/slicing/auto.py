@@ -121,6 +121,10 @@ class AutoStep(TrainStep):
         return self.report
 
     @property
+    def graphs(self) -> list[Report]:
+        return [] if self._now is None else self._now[0].graphs
+
+    @property
     def differences(self) -> list[str]:
         return [] if self._now is None else self._now[0].differences
 
