@@ -24,7 +24,7 @@ class TrainingStep:
     microbatches: int = 1
     lag: int = 0  # a forward merges with the backward so many microbatches before; 0: none
     pairs: bool = False  # the first two forwards may be joined, and the last two backwards
-    in_pairs: bool = False  # and they must be
+    must_pair: bool = False  # and they must be
     in_flight: int = 1  # microbatches held at a time, in one budget
     further: int = 0  # plan also for up to so many more in flight
     beside_bytes: int = 0  # other memory that the budget covers

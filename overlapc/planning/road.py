@@ -179,7 +179,7 @@ def _solved(
                 raise
             return theirs
 
-    if step.in_pairs and not (step.pairs and step.lag == 1 and options.solver not in FIELD):
+    if step.must_pair and not (step.pairs and step.lag == 1 and options.solver not in FIELD):
         raise OptionError(_UNPAIRED)
     if not step.lag:
         plan = alone()
@@ -189,7 +189,7 @@ def _solved(
     with doing(f"merging microbatches ({len(problem.trace.ops)} ops)", this_rank()):
         count, rival = step.microbatches, partial(faster, problem)
         return solve_step(
-            problem, options.solver, alone, count, step.lag, step.pairs, rival, step.in_pairs
+            problem, options.solver, alone, count, step.lag, step.pairs, rival, step.must_pair
         )
 
 

@@ -412,7 +412,7 @@ class TrainStep(Door):
                     captured, self._options, step, primals=primals, others=others, exchange=exchange
                 ).report
                 warn_of_seeds(captured, primals, exchange)
-        if step.in_pairs and self._reports[key].pair is None:
+        if step.must_pair and self._reports[key].pair is None:
             raise OptionError('plan: schedule="pairs", and it has no plan of the ends in pairs')
         return self._made(joint, self._reports[key], draws)
 
@@ -443,7 +443,7 @@ class TrainStep(Door):
             count,
             lag=int(self._schedule != "plain"),
             pairs=self._schedule in ("auto", "pairs") and may_pair(captured),
-            in_pairs=self._schedule == "pairs",
+            must_pair=self._schedule == "pairs",
             gradients=tuple(parameter_gradients(captured)),
         )
 
