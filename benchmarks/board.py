@@ -35,7 +35,7 @@ def stands_for(pipe: Connection, port: int, ranks: int, mine: range) -> None:
     from overlapc.ranks.exchange import Exchange
 
     every = range(ranks)
-    # A client waits a random time before it connects; its clones do not.
+    # In a prefix, as the store of a process group is, and cloned, as a board clones it.
     first = dist.PrefixStore("of", dist.TCPStore("127.0.0.1", port))
     stores = {rank: first.clone() for rank in mine}
 

@@ -84,7 +84,8 @@ class TrainStep(Door):
 
     schedule   "auto": the fastest of the others, by prediction, within the budget
                "plain": microbatches run one after the other, as they do with a baseline as solver
-               "merged": each forward with an earlier backward, never in pairs
+               "merged": each forward with an earlier backward where that is predicted to be
+               faster, else as "plain"; never in pairs
                "pairs": in pairs, or an error that says why not
 
     Of a model that FSDP2 shards, each backward reduces the gradients, or with `reduce="last"` the
