@@ -46,7 +46,9 @@ def test_a_folder_takes_few_names_from_others(folder: str) -> None:
 
 
 # How names of copies and of recompute are written; who asks calls a function of these two modules.
-SPELLINGS = re.compile(r'artition\("@"\)|startswith\((RECOMPUTE|"R:")\)|ffix\((ADD|"_add")\)')
+SPELLINGS = re.compile(
+    r'artition\("@"\)|startswith\((RECOMPUTE|"R:")\)|(ffix|endswith)\((ADD|"_add")\)'
+)
 SPELLED = ("core/ir.py", "core/merge.py", "core/simulate.py", "core/valid.py")
 
 
