@@ -25,7 +25,7 @@ test: lint
 
 test-all: lint
 	$(PY) -m pip install -c constraints.txt -e '.[dev,zoo]'
-	$(PY) -m pytest --hypothesis-profile=thorough
+	$(PY) -m pytest -n 3 --dist worksteal --hypothesis-profile=thorough
 
 bench: $(INSTALLED)
 	$(PY) benchmarks/overhead.py
