@@ -102,7 +102,7 @@ def gpt(layers: int, group: Any) -> tuple[Any, dict[str, Any]]:
 def llama(layers: int, group: Any) -> tuple[Any, dict[str, Any]]:
     import torch
 
-    from tests.zoo_public.vision_ops import declare
+    from tests.vision_ops import declare
 
     declare()
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -12,6 +12,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from tests.loops.loop import Door, Net, State, batches, loop, sgd, state_of
+from tests.vision_ops import declare
+
+declare()  # some of these libraries import torchvision
 
 HF, ACCELERATE, LIGHTNING = ("transformers", "accelerate"), ("accelerate",), ("lightning",)
 

@@ -14,6 +14,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from examples.hf.train import let_cpus_shard
+from tests.vision_ops import declare
+
+declare()  # transformers' Trainer imports torchvision
 
 VOCAB = 64
 _HEADS = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": VOCAB}

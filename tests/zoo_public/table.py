@@ -18,9 +18,9 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import torch
 
+from tests.vision_ops import declare
 from tests.zoo_public.models import ZOO
 from tests.zoo_public.outcome import BITWISE, NAMED, PLAIN, Outcome, optimized, stepped
-from tests.zoo_public.vision_ops import declare
 
 LIBRARIES = ("transformers", "timm", "diffusers", "peft")
 WAYS = {

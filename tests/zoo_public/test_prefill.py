@@ -13,7 +13,7 @@ import torch
 
 from overlapc import optimize
 from overlapc.state.objects import inside
-from tests.zoo_public.vision_ops import declare
+from tests.vision_ops import declare
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 SMALL = {

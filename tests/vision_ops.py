@@ -1,7 +1,7 @@
 """Declares torchvision's C++ operators where its binary does not load, so that it can be imported.
 
 The wheel that ordinary indices serve is built for CUDA and finds no library beside a CPU build of
-PyTorch. No model of the zoo runs these operators.
+PyTorch. No model and no loop of these tests runs these operators.
 """
 
 from __future__ import annotations
