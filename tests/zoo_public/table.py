@@ -22,6 +22,7 @@ from tests.vision_ops import declare
 from tests.zoo_public.models import ZOO
 from tests.zoo_public.outcome import BITWISE, NAMED, PLAIN, Outcome, optimized, stepped
 
+declare()  # most of these libraries import torchvision
 LIBRARIES = ("transformers", "timm", "diffusers", "peft")
 WAYS = {
     "optimize": lambda name, device: optimized(name, None, device),
@@ -32,7 +33,6 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 
 def outcome(name: str, way: str, device: str = "cpu") -> Outcome:
-    declare()
     torch.set_num_threads(1)
     torch._dynamo.reset()
     return WAYS[way](name, device)
