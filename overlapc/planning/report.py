@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from overlapc.passes.trace import Captured
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Report(Record):
     """The plan of one microbatch, and its predicted timeline.
 
@@ -58,6 +58,10 @@ class Report(Record):
         return self.ends_ns + self.steady * merged_ns
 
     @property
+    def step_ms(self) -> float:
+        return self.step_ns / 1e6
+
+    @property
     def peak_bytes(self) -> int:
         """How much the whole step holds at most, on the rank that holds most."""
         return max(self.rank_peaks or [part.timeline.peak_bytes for part in self.parts])
@@ -84,12 +88,19 @@ class Report(Record):
         proven = 0 if self.given else self.plan.bound_ns
         return max(bound(self.problem), proven)
 
+    def __repr__(self) -> str:
+        return (
+            f"<Report on {self.name}: {len(self.problem.trace.ops)} ops, solver "
+            f"{self.plan.solver}, predicted {self.step_ms:.3f} ms and {self.peak_bytes:,} bytes; "
+            "explain() says more>"
+        )
+
     def explain(self) -> str:
         from overlapc.report.explain import explain
 
         if self.microbatches == 1:
             return explain(self)
-        head = f"{self.microbatches} microbatches, {self.step_ns / 1e6:.3f} ms predicted: "
+        head = f"{self.microbatches} microbatches, {self.step_ms:.3f} ms predicted: "
         if self.merged is None and self.pair is None:
             return "\n\n".join([head + "each after the other", explain(self)])
         how, first = "merged", self

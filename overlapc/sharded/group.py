@@ -53,7 +53,9 @@ class Group:
         # Without a reduction gradients come to slots: full in shape, without memory.
         self._slots = [_slot(self._layout, i) for i in self._mine]
         self.reduces(())
-        self._specs = [each._unsharded_dtensor_spec for each in params]
+        # Of tensor parallelism, where modules read a DTensor.
+        specs = [(i, each._unsharded_dtensor_spec) for i, each in enumerate(params)]
+        self._specs = [each for each in specs if each[1] is not None]
         pairs = zip(self.leaves, params, strict=True)
         self.heard: set[int] = set()  # leaves whose gradients have come since the last call
         self._nodes = [_delivering(*pair, self.heard) for pair in pairs if pair[0].requires_grad]
@@ -65,12 +67,11 @@ class Group:
         if self.full is not None:
             return
         full = list(self._op(*self._given))
-        for i, spec in enumerate(self._specs):
-            if spec is not None:  # modules read a DTensor of tensor parallelism
-                shape, stride = spec.tensor_meta.shape, spec.tensor_meta.stride
-                full[i] = DTensor.from_local(
-                    full[i], spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride
-                )
+        for i, spec in self._specs:
+            shape, stride = spec.tensor_meta.shape, spec.tensor_meta.stride
+            full[i] = DTensor.from_local(
+                full[i], spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride
+            )
         self.full = full
 
     def reduces(self, waiting: Sequence[int] | None) -> None:

@@ -99,3 +99,11 @@ def test_the_top_level_has_twelve_names() -> None:
     assert len(overlapc.__all__) == 12
     for name in overlapc.__all__:
         assert getattr(overlapc, name) is not None
+
+
+def test_what_predict_returns_says_it_in_one_line() -> None:
+    report = overlapc.predict(MLP(), torch.ones(4, 16), hardware="a100-sxm-80")
+    assert report.step_ms == report.step_ns / 1e6 > 0
+    assert len(repr(report).splitlines()) == 1
+    assert f"{report.step_ms:.3f} ms" in repr(report)
+    assert f"{report.peak_bytes:,} bytes" in repr(report)
