@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tests.megatron import bridge, models
 from tests.megatron.models import Layout
+from tests.vision_ops import declare
 
 PICTURE, START = 60, 62  # tokens: in the place of features, and before them
 FEATURES, PIXELS = 4, 3 * 2 * 14 * 14  # of a picture of 4 x 4 patches
@@ -28,6 +29,7 @@ ITS_OWN = (QWEN, GLM, AUDIO, OMNI, "megatron.bridge.training.utils.packed_seq_ut
 
 def stand_in() -> None:
     """Make `models` build these models."""
+    declare()  # transformers imports torchvision for some of them
     bridge.find_also(ITS_OWN)
     models._models = built
     models.STEPS.update(
