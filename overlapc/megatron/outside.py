@@ -31,6 +31,7 @@ from overlapc.state import known
 from overlapc.state.module_state import classes_of, contents, members_of
 from overlapc.state.snapshot import CONTAINERS, is_a, is_looked_into, restore_of
 from overlapc.state.walk import walk
+from overlapc.tools.reach import made_of
 
 # Nothing that a model caches is in these.
 _OTHERS = {"torch", "overlapc", "numpy", "sympy", "mpmath", "triton", known.PACKAGE}
@@ -212,12 +213,7 @@ def _is_constant(tensor: Any) -> bool:
         return False
     inner = torch._from_functional_tensor(tensor.elem) if hasattr(tensor, "elem") else tensor
     proxy = get_proxy_slot(inner, mode.tracer, None)
-    left, seen = [getattr(getattr(proxy, "proxy", None), "node", None)], set()
-    while left:
-        node = left.pop()
-        if node is None or node.op == "placeholder" or is_random(node):
-            return False
-        if node not in seen:
-            seen.add(node)
-            left += node.all_input_nodes
-    return True
+    node = getattr(getattr(proxy, "proxy", None), "node", None)
+    if node is None:
+        return False
+    return not any(each.op == "placeholder" or is_random(each) for each in made_of([node]))

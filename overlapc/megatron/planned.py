@@ -41,6 +41,7 @@ from overlapc.runtime.program import Program, State
 from overlapc.runtime.restored import held
 from overlapc.state.described import Places
 from overlapc.state.module_state import PLAIN
+from overlapc.tools.reach import autograd_nodes
 from overlapc.tools.shared_changes import replaced
 
 _LARGE = 1 << 20  # bytes
@@ -375,17 +376,8 @@ def used_before(call: ChunkCall, owners: Mapping[str, Receiver]) -> list[str]:
     that is tied to the output, and runs before the chunk. Autograd adds their gradients up, and DDP
     gets the sum, but for what a kernel adds to `main_grad` by itself."""
     names = {id(owner.tensor): name for name, owner in owners.items()}
-    found, seen = [], set[Any]()
-    left = [each.grad_fn for each in call.tensors]
-    while left:
-        node = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        name = names.get(id(getattr(node, "variable", None)))
-        found += [name] if name else []
-        left += [other for other, _ in node.next_functions]
-    return found
+    ends = [getattr(node, "variable", None) for node in autograd_nodes(call.tensors)]
+    return [names[id(end)] for end in ends if id(end) in names]
 
 
 def refuse_used_before(names: Sequence[str], owners: Mapping[str, Receiver]) -> None:

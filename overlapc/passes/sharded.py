@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from overlapc.passes.capture.marks import group_gathered
+from overlapc.tools.reach import made_of
 
 _GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 _ATEN = torch.ops.aten
@@ -51,14 +52,8 @@ def gather_ahead(graph: fx.Graph) -> None:
 
 def _made_from_leaves(start: fx.Node) -> list[fx.Node]:
     """What a gather needs, in order."""
-    found: dict[fx.Node, None] = {}
-    front = list(start.all_input_nodes)
-    while front:
-        node = front.pop()
-        if node.op != "placeholder" and node not in found:
-            found[node] = None
-            front += node.all_input_nodes
-    return sorted(found)
+    needed = made_of(start.all_input_nodes)
+    return sorted(node for node in needed if node.op != "placeholder")
 
 
 def drop_unread(joint: fx.GraphModule, results: int) -> None:

@@ -36,6 +36,7 @@ from overlapc.passes.nodes import (
 )
 from overlapc.passes.roles import weight_grads
 from overlapc.passes.storages import aliases, is_view, same_storage, storage_bytes
+from overlapc.tools.reach import made_of
 
 # Collectives that copy their input at the start; all others read it until they end.
 _COPIES_INPUT = ("all_reduce", "broadcast")
@@ -208,7 +209,7 @@ def _results_first(joint: fx.GraphModule, num_fwd_outputs: int) -> None:
     traced behind the backward, and AOTAutograd's partitioner would count all nodes before that view
     as forward."""
     behind: set[fx.Node] = set()
-    needed = _made_of(joint, num_fwd_outputs)
+    needed = _forward_nodes(joint, num_fwd_outputs)
     begins: fx.Node | None = None
     for node in list(joint.graph.nodes):
         if is_tangent(node) or not behind.isdisjoint(node.all_input_nodes):
@@ -221,21 +222,15 @@ def _results_first(joint: fx.GraphModule, num_fwd_outputs: int) -> None:
 def tag_forward(joint: fx.GraphModule, num_fwd_outputs: int) -> None:
     """Tag the nodes that results depend on as forward: passes over the joint graph make nodes
     without a tag (of Python numbers that became inputs)."""
-    for node in _made_of(joint, num_fwd_outputs):
+    for node in _forward_nodes(joint, num_fwd_outputs):
         if node.op == "call_function":
             node.meta["partitioner_tag"] = "is_forward"
 
 
-def _made_of(joint: fx.GraphModule, num_fwd_outputs: int) -> set[fx.Node]:
+def _forward_nodes(joint: fx.GraphModule, num_fwd_outputs: int) -> set[fx.Node]:
     """The results of the forward, and all nodes that they depend on."""
     results = joint.graph.find_nodes(op="output")[0].args[0][:num_fwd_outputs]
-    front = [node for node in results if isinstance(node, fx.Node)]
-    seen = set(front)
-    while front:
-        node = front.pop()
-        front += [given for given in node.all_input_nodes if given not in seen]
-        seen.update(node.all_input_nodes)
-    return seen
+    return set(made_of(node for node in results if isinstance(node, fx.Node)))
 
 
 def number_ops(joint: fx.GraphModule) -> None:

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from overlapc.passes.capture.model_files import is_models
 from overlapc.passes.draws import random_states
 from overlapc.runtime.restored import as_it_was, without_gradients
+from overlapc.tools.reach import autograd_nodes
 
 Run = Callable[..., Any]
 _NOTHING = contextlib.nullcontext()
@@ -113,15 +114,7 @@ def _step(model: nn.Module, run: Run, mode: Any, args: Any, kwargs: Any) -> dict
 
 def _leaves(ends: list[Tensor]) -> list[Tensor]:
     """The tensors that a backward from `ends` adds gradients to."""
-    found: list[Tensor] = []
-    left, seen = [end.grad_fn for end in ends], set()
-    while left:
-        node = left.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            found += [node.variable] if hasattr(node, "variable") else []
-            left += [following for following, _ in reversed(node.next_functions)]
-    return found
+    return [node.variable for node in autograd_nodes(ends) if hasattr(node, "variable")]
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from overlapc.core.errors import CaptureError
 from overlapc.passes.capture import joint
 from overlapc.passes.capture.model_files import is_models
+from overlapc.tools.reach import autograd_nodes
 from overlapc.tools.shared_changes import Shared, replaced
 
 _OF_AN_ERROR = ("an error was suppressed", "compilation failed")
@@ -163,19 +164,14 @@ def _failed(error: Exception) -> str:
 
 def _plain(results: Any, given: Any) -> list[str]:
     """The kinds of ops between `given` and `results` whose backward lies outside of all graphs."""
-    seen = {t.grad_fn for t in tree_leaves(given) if isinstance(t, torch.Tensor)}
-    front = [t.grad_fn for t in tree_leaves(results) if isinstance(t, torch.Tensor)]
-    names = []
-    while front:
-        node = front.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        front += [before for before, _ in node.next_functions]
+    before = [t for t in tree_leaves(given) if isinstance(t, torch.Tensor)]
+    behind = [t for t in tree_leaves(results) if isinstance(t, torch.Tensor)]
+    names = set()
+    for node in autograd_nodes(behind, before):
         kind = node.name().rpartition("::")[2].partition("Backward")[0]
         if kind != "CompiledFunction" and not kind.startswith(_NO_WORK):
-            names.append(kind)
-    return sorted(set(names))
+            names.add(kind)
+    return sorted(names)
 
 
 def _failures() -> int:

@@ -43,6 +43,7 @@ from torch._dynamo.variables.misc import AutogradFunctionVariable
 from overlapc.passes.capture.huggingface import makes_no_difference
 from overlapc.passes.capture.model_files import is_models
 from overlapc.passes.nodes import line_of
+from overlapc.tools.reach import made_of
 from overlapc.tools.shared_changes import Shared, replaced
 
 _TABLE = "tracing_state_functions"  # Dynamo's answers to "is this compiled?"
@@ -216,12 +217,7 @@ def left_out(graph: fx.GraphModule) -> list[str]:
     results = [n for n in dict.fromkeys(_results(graph)) if isinstance(n, fx.Node) and _learns(n)]
     feeds: dict[fx.Node, set[fx.Node]] = {}
     for result in results:
-        front, seen = [result], {result}
-        while front:
-            new = [n for n in front.pop().all_input_nodes if n not in seen]
-            seen.update(new)
-            front += new
-        for node in seen:
+        for node in made_of([result]):
             feeds.setdefault(node, set()).add(result)
     partly = [
         node

@@ -33,6 +33,7 @@ from overlapc.passes.summed import aside, blank, copy_of, is_added, is_aside, su
 from overlapc.state.known import Known, restoring
 from overlapc.state.module_state import PLAIN
 from overlapc.tools.issued import issued, issued_since
+from overlapc.tools.reach import autograd_nodes
 from overlapc.tools.shared_changes import replaced
 
 # These are off while an op runs, but on where its module runs.
@@ -413,15 +414,8 @@ def _refuse_other_leaves(leaves: Sequence[Any], inputs: Sequence[Tensor]) -> Non
     its closure holds, say."""
     known = {id(tensor) for tensor in inputs}
     results = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
-    left, seen = [result.grad_fn for result in results], set[Any]()
     found = [result for result in results if result.grad_fn is None]
-    while left:
-        node = left.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        found += [node.variable] if hasattr(node, "variable") else []
-        left += [other for other, _ in node.next_functions]
+    found += [node.variable for node in autograd_nodes(results) if hasattr(node, "variable")]
     if any(id(tensor) not in known for tensor in found):
         raise CaptureError("it reads a parameter that it is not given and its module has not")
 
