@@ -1,7 +1,7 @@
 # Every target works in a fresh clone: the first one run makes .venv and installs into it.
 #   make demo      train the GPT example on two ranks over an emulated link, before and after
 #   make test      ruff, mypy and every test but the slow ones (what CI runs)
-#   make test-all  the same with the slow tests, public models and more random examples
+#   make test-all  the same with the slow tests, public models and more random examples: two hours
 #   make bench     the benchmarks
 #   make lint      ruff and mypy alone
 #   make clean     remove caches and build outputs; .venv stays
