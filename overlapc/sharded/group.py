@@ -1,7 +1,7 @@
 """`Group` is a parameter group of FSDP2 as graphs see it: one op of autograd from the shards of its
 parameters to full ones.
 
-    forward     cast, cat            -> all_gather_into_tensor -> unpacked
+    forward     cast, cat            -> all_gather_into_tensor -> split_with_sizes_copy
     backward    cast, _chunk_cat     -> reduce_scatter_tensor (-> all_reduce) -> cast, split
 
 Operands have FSDP2's own flat layout, so every collective adds up what FSDP2's does, and gradients
@@ -27,7 +27,6 @@ from torch.distributed.tensor import DTensor
 
 from overlapc.core.errors import CaptureError
 from overlapc.passes.capture.marks import gathering
-from overlapc.sharded.unpack import joined, unpacked
 
 _C10D = torch.ops._c10d_functional
 _REDUCTIONS = {"RedOpType.SUM": "sum", "RedOpType.AVG": "avg"}
@@ -53,9 +52,7 @@ class Group:
         # Without a reduction gradients come to slots: full in shape, without memory.
         self._slots = [_slot(self._layout, i) for i in self._mine]
         self.reduces(())
-        # Of tensor parallelism, where modules read a DTensor.
-        specs = [(i, each._unsharded_dtensor_spec) for i, each in enumerate(params)]
-        self._specs = [each for each in specs if each[1] is not None]
+        self._specs = [each._unsharded_dtensor_spec for each in params]
         pairs = zip(self.leaves, params, strict=True)
         self.heard: set[int] = set()  # leaves whose gradients have come since the last call
         self._nodes = [_delivering(*pair, self.heard) for pair in pairs if pair[0].requires_grad]
@@ -67,11 +64,12 @@ class Group:
         if self.full is not None:
             return
         full = list(self._op(*self._given))
-        for i, spec in self._specs:
-            shape, stride = spec.tensor_meta.shape, spec.tensor_meta.stride
-            full[i] = DTensor.from_local(
-                full[i], spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride
-            )
+        for i, spec in enumerate(self._specs):
+            if spec is not None:  # modules read a DTensor of tensor parallelism
+                shape, stride = spec.tensor_meta.shape, spec.tensor_meta.stride
+                full[i] = DTensor.from_local(
+                    full[i], spec.mesh, spec.placements, run_check=False, shape=shape, stride=stride
+                )
         self.full = full
 
     def reduces(self, waiting: Sequence[int] | None) -> None:
@@ -303,13 +301,18 @@ def _gather_of(layout: FlatLayout) -> Callable[..., tuple[Tensor, ...]]:
     ranks, dims, whole, shards = layout.ranks, layout.dims, layout.whole, layout.shards
     dtypes, gathers, number = layout.dtypes, layout.gathers, layout.number
     as_bytes = len(set(dtypes)) > 1
-    sizes = [list(size) for size in shards]
-    if as_bytes:
-        sizes = [[math.prod(size) * t.itemsize] for size, t in zip(shards, dtypes, strict=True)]
+    numels = [math.prod(size) for size in shards]
+    pairs = zip(numels, dtypes, strict=True)
+    sizes = [count * dtype.itemsize if as_bytes else count for count, dtype in pairs]
 
-    def typed(rows: Tensor, i: int) -> Tensor:
-        """A parameter, of the bytes of its parts."""
-        return joined(rows.view(dtypes[i]), ranks, shards[i], whole[i], dims[i])
+    def joined(part: Tensor, i: int) -> Tensor:
+        """A parameter, of the shards of all ranks."""
+        part = part.view(dtypes[i]) if as_bytes else part
+        if dims[i] == 0:  # padding is behind all rows
+            padded = numels[i] * ranks > math.prod(whole[i])
+            return (part.view(-1)[: math.prod(whole[i])] if padded else part).view(whole[i])
+        rows = part.view(ranks * shards[i][0], *shards[i][1:])
+        return torch.cat(torch.chunk(rows, ranks), dims[i])
 
     def gather(*leaves: Tensor) -> tuple[Tensor, ...]:
         with gathering(number):
@@ -317,12 +320,8 @@ def _gather_of(layout: FlatLayout) -> Callable[..., tuple[Tensor, ...]]:
             flat = torch.cat([each.view(torch.uint8) for each in cast] if as_bytes else cast)
             if ranks > 1:
                 flat = _C10D.wait_tensor(_C10D.all_gather_into_tensor(flat, ranks, gathers))
-            if not as_bytes:
-                return tuple(unpacked(flat, ranks, sizes, whole, dims))
-            rows = unpacked(
-                flat, ranks, sizes, [[ranks * size[0]] for size in sizes], [0] * len(sizes)
-            )
-            return tuple([typed(part, i) for i, part in enumerate(rows)])
+            parts = torch.split_with_sizes_copy(flat.view(ranks, -1), sizes, 1)
+            return tuple([joined(part, i) for i, part in enumerate(parts)])
 
     return gather
 
