@@ -13,11 +13,15 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.distributed.distributed_c10d import _resolve_process_group
 
+from overlapc.core.errors import CaptureError
 from overlapc.passes.capture.marks import group_gathered
 from overlapc.tools.reach import made_of
 
-_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+_C10D = torch.ops._c10d_functional
+_GATHER = _C10D.all_gather_into_tensor.default
+_REDUCES = {_C10D.reduce_scatter_tensor.default, _C10D.all_reduce.default}
 _ATEN = torch.ops.aten
 _CHUNK_CAT = _ATEN._chunk_cat.default
 _SPLITS = {_ATEN.split_with_sizes.default, _ATEN.split.Tensor}
@@ -64,6 +68,8 @@ def drop_unread(joint: fx.GraphModule, results: int) -> None:
     for i, gradient in enumerate(returned[results:], results):
         if isinstance(gradient, fx.Node) and _is_of_zeros(gradient):
             returned[i] = None
+            if _zeros(gradient) is None:
+                refuse_longer(gradient)
     if returned != list(output.args[0]):
         kind = type(output.args[0])
         output.args = (kind(returned),)
@@ -71,21 +77,42 @@ def drop_unread(joint: fx.GraphModule, results: int) -> None:
         joint.recompile()
 
 
+def refuse_longer(gradient: fx.Node) -> None:
+    """Raise if zeros make a reduction longer than FSDP2's, which leaves them out: the order in
+    which more than two ranks add depends on that."""
+    *_, cat = way = _reduction(gradient)
+    groups = [node.args[-1] for node in way if node.target in _REDUCES]
+    ranks = max((_resolve_process_group(name).size() for name in groups), default=1)
+    if ranks > 2 and not all(_zeros(part) for part in cat.args[0]):
+        raise CaptureError(
+            "the loss does not read all parameters of a group whose gradients FSDP2 adds up over "
+            f"{ranks} ranks: it adds up those of the others alone, in an order that a graph does "
+            "not know; expected requires_grad_(False) on what is not read"
+        )
+
+
 def _is_of_zeros(gradient: fx.Node) -> bool:
     if (made := _zeros(gradient)) is not None:
         return group_gathered(made) is not None  # handed on without a reduction
+    way = _reduction(gradient)
+    return bool(way) and _zeros(way[-1].args[0][gradient.args[1]]) is not None
+
+
+def _reduction(gradient: fx.Node) -> list[Any]:
+    """The nodes from a gradient of a shard back to the `_chunk_cat` of its group's gradients, or
+    none."""
     if gradient.target is not operator.getitem:
-        return False
-    split, number = gradient.args
-    if not isinstance(split, fx.Node) or split.target not in _SPLITS:
-        return False
-    node: Any = split.args[0]
-    while isinstance(node, fx.Node) and node.op == "call_function" and node.target != _CHUNK_CAT:
+        return []
+    node: Any = gradient.args[0]
+    if not isinstance(node, fx.Node) or node.target not in _SPLITS:
+        return []
+    found = []
+    while isinstance(node, fx.Node) and node.op == "call_function":
+        found.append(node)
+        if node.target == _CHUNK_CAT:
+            return found
         node = node.args[0]
-    if not isinstance(node, fx.Node) or node.target != _CHUNK_CAT:
-        return False
-    parts: Any = node.args[0]
-    return _zeros(parts[number]) is not None
+    return []
 
 
 def _zeros(node: Any) -> fx.Node | None:
