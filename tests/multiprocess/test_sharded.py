@@ -49,6 +49,13 @@ def test_through_optimize_and_train_step() -> None:
     check([plain, merged, together, blocks, ragged], 2)
 
 
+def test_unused_parameters_are_refused_over_three_ranks() -> None:
+    """FSDP2 leaves them out of a reduction, and three ranks add up in an order of its size."""
+    for ((_, difference, _, unchanged, _),) in run_ranks(compared, 3, [Case(spare=True)]):
+        assert difference == ""
+        assert ["adds up over 3 ranks" in line for line in unchanged] == [True]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 120, 20))
 def test_random_models_on_two_ranks(first: int) -> None:
