@@ -13,15 +13,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.distributed.distributed_c10d import _resolve_process_group
 
-from overlapc.core.errors import CaptureError
 from overlapc.passes.capture.marks import group_gathered
 from overlapc.tools.reach import made_of
 
 _C10D = torch.ops._c10d_functional
 _GATHER = _C10D.all_gather_into_tensor.default
-_REDUCES = {_C10D.reduce_scatter_tensor.default, _C10D.all_reduce.default}
 _ATEN = torch.ops.aten
 _CHUNK_CAT = _ATEN._chunk_cat.default
 _SPLITS = {_ATEN.split_with_sizes.default, _ATEN.split.Tensor}
@@ -61,52 +58,65 @@ def _made_from_leaves(start: fx.Node) -> list[fx.Node]:
 
 
 def drop_unread(joint: fx.GraphModule, results: int) -> None:
-    """Have a joint graph return no gradient that is a reduction of nothing but zeros that were made
-    for a parameter without one. (The zeros travel with the other gradients of the group.)"""
+    """Have a joint graph neither reduce nor return the zeros that were made for a parameter without
+    a gradient."""
     output = joint.graph.find_nodes(op="output")[0]
     returned = list(output.args[0])
+    unread: dict[fx.Node, set[int]] = {}  # of the parts of a group's gradients
     for i, gradient in enumerate(returned[results:], results):
         if isinstance(gradient, fx.Node) and _is_of_zeros(gradient):
             returned[i] = None
             if _zeros(gradient) is None:
-                refuse_longer(gradient)
+                parts, index = gradient.args
+                unread.setdefault(parts, set()).add(index)  # type: ignore[arg-type]
     if returned != list(output.args[0]):
         kind = type(output.args[0])
         output.args = (kind(returned),)
+        for parts, indices in unread.items():
+            leave_out(parts, indices)
         joint.graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
         joint.recompile()
 
 
-def refuse_longer(gradient: fx.Node) -> None:
-    """Raise if zeros make a reduction longer than FSDP2's, which leaves them out: the order in
-    which more than two ranks add depends on that."""
-    *_, cat = way = _reduction(gradient)
-    groups = [node.args[-1] for node in way if node.target in _REDUCES]
-    ranks = max((_resolve_process_group(name).size() for name in groups), default=1)
-    if ranks > 2 and not all(_zeros(part) for part in cat.args[0]):
-        raise CaptureError(
-            "the loss does not read all parameters of a group whose gradients FSDP2 adds up over "
-            f"{ranks} ranks: it adds up those of the others alone, in an order that a graph does "
-            "not know; expected requires_grad_(False) on what is not read"
-        )
+def leave_out(parts: fx.Node, unread: set[int]) -> None:
+    """Reduce a group's gradients without the zeros of parameters that are unread, as FSDP2 does:
+    more than two ranks add in an order that depends on how many elements there are."""
+    sizes: Any = parts.args[1]
+    kept = [i for i in range(len(sizes)) if i not in unread]
+    if not kept:
+        return  # nothing reads the reduction
+    *way, cat = _way_to(parts)
+    cat.args = ([cat.args[0][i] for i in kept], *cat.args[1:])
+    parts.args = (parts.args[0], [sizes[i] for i in kept], *parts.args[2:])
+    for node in reversed(way):
+        if node.target is _ATEN.view.default:
+            node.args = (node.args[0], [-1])
+    for node in (cat, *reversed(way)):
+        given = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+        node.meta["val"] = node.target(*given[0], **given[1])
+    for part in list(parts.users):
+        index = part.args[1]
+        if index in unread:
+            parts.graph.erase_node(part)
+        else:
+            part.args = (parts, kept.index(index))
 
 
 def _is_of_zeros(gradient: fx.Node) -> bool:
     if (made := _zeros(gradient)) is not None:
         return group_gathered(made) is not None  # handed on without a reduction
-    way = _reduction(gradient)
+    if gradient.target is not operator.getitem:
+        return False
+    way = _way_to(gradient.args[0])
     return bool(way) and _zeros(way[-1].args[0][gradient.args[1]]) is not None
 
 
-def _reduction(gradient: fx.Node) -> list[Any]:
-    """The nodes from a gradient of a shard back to the `_chunk_cat` of its group's gradients, or
-    none."""
-    if gradient.target is not operator.getitem:
+def _way_to(parts: Any) -> list[Any]:
+    """The nodes from the parts of a group's reduced gradients back to the `_chunk_cat` of its
+    gradients, or none."""
+    if not isinstance(parts, fx.Node) or parts.target is not _ATEN.split_with_sizes.default:
         return []
-    node: Any = gradient.args[0]
-    if not isinstance(node, fx.Node) or node.target not in _SPLITS:
-        return []
-    found = []
+    found, node = [], parts
     while isinstance(node, fx.Node) and node.op == "call_function":
         found.append(node)
         if node.target == _CHUNK_CAT:
