@@ -26,7 +26,6 @@ from overlapc.megatron.planning import ChunkStep, Planning
 from overlapc.megatron.waits import Waits
 from overlapc.planning.options import Options
 from overlapc.runtime.program import Flight
-from overlapc.runtime.slicing.slices import SlicedFlight
 from overlapc.state.described import (
     EACH_TIME,
     UNREAD,
@@ -121,7 +120,7 @@ class Backward:
     """A backward that Megatron has asked for."""
 
     planned: Planned
-    flight: Flight | SlicedFlight
+    flight: Flight
     tangents: Sequence[Tensor]
     scales: list[Tensor]  # as they are at the time of asking
     reduces: list[bool]  # whether its gradients let DDP reduce buckets
@@ -196,7 +195,7 @@ class Chunk:
         self._scalers = tracing.scalers()
         self._pending: Backward | None
         # flights whose parts run apart, the oldest first
-        self._flights: list[Flight | SlicedFlight] = []
+        self._flights: list[Flight] = []
         self._step: ChunkStep
 
     def begin(self, step: ChunkStep, waits: Waits | None) -> None:
@@ -369,9 +368,7 @@ class Chunk:
             if not isinstance(scale, (int, float))
         }
 
-    def run_forward(
-        self, planned: Planned, call: ChunkCall
-    ) -> tuple[Flight | SlicedFlight, list[Tensor]]:
+    def run_forward(self, planned: Planned, call: ChunkCall) -> tuple[Flight, list[Tensor]]:
         """Run F, merged with a deferred backward, if there is one."""
         before, self._pending = self._pending, None
         flat = [*self._lasting, *call.tensors]
@@ -415,7 +412,7 @@ class Chunk:
     def ask_backward(
         self,
         planned: Planned,
-        flight: Flight | SlicedFlight,
+        flight: Flight,
         tangents: Sequence[Tensor],
         read: list[Read],
     ) -> list[Tensor | None]:

@@ -17,6 +17,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from overlapc.core.errors import CaptureError
+from overlapc.core.ir import Plan
 from overlapc.megatron import changes, packed, recompute, tracing
 from overlapc.megatron.gradients import (
     Receiver,
@@ -29,7 +30,7 @@ from overlapc.megatron.gradients import (
 from overlapc.megatron.outside import left_outside
 from overlapc.passes.capture.front import capture
 from overlapc.passes.capture.joint import Joint, Leaf, is_gradient, owner_of
-from overlapc.passes.emit.parts import cut
+from overlapc.passes.emit.parts import Parts, cut
 from overlapc.passes.exact.as_eager import as_eager
 from overlapc.passes.exact.identities import without_identities
 from overlapc.passes.nodes import primal_nodes
@@ -37,7 +38,7 @@ from overlapc.passes.opaque.op import refuse_added_twice
 from overlapc.passes.opaque.stand_in import placed
 from overlapc.passes.trace import Captured, trace_joint
 from overlapc.planning.report import Report
-from overlapc.runtime.program import Program, State
+from overlapc.runtime.program import Flight, Program, State
 from overlapc.runtime.restored import held
 from overlapc.state.described import Places
 from overlapc.state.module_state import PLAIN
@@ -230,11 +231,13 @@ class Planned:
     def slices(self) -> int:
         return 1
 
-    def begin(self, flat: Sequence[Tensor], before: Any = None) -> tuple[Any, list[Tensor]]:
+    def begin(
+        self, flat: Sequence[Tensor], before: Flight | None = None
+    ) -> tuple[Flight, list[Tensor]]:
         """Run F on parameters, buffers and tensors of a call, merged with the backward of the
         flight `before`, if there is one; return the flight and the tensors of the result."""
         state: State = dict(zip(self.program.joint.inputs, self.own(flat), strict=True))
-        flight = self.program.begin(state | self.owners, before)
+        flight = self.program.begin([state | self.owners], before)
         for name, place in self.changed:
             flat[place].copy_(flight.state.pop(name))
         self.log.replay([flight.state.pop(name) for name in self.taps])
@@ -250,15 +253,15 @@ class Planned:
             given[place] = _copy(flat[place])
         return given
 
-    def ask(self, flight: Any, tangents: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
+    def ask(self, flight: Flight, tangents: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
         """Give the backward of a flight what it begins with: the gradients of those results that
         have one."""
-        flight.state |= dict(zip(filter(None, self.tangents), tangents, strict=True))
+        flight.state.update(zip(filter(None, self.tangents), tangents, strict=True))
         for name, scale in zip(self.scales, scales, strict=True):
             if name in flight.state:
                 flight.state[name] = scale
 
-    def handed(self, flight: Any) -> list[Tensor | None]:
+    def handed(self, flight: Flight) -> list[Tensor | None]:
         """Take the gradients of the call's tensors that a backward has made; once."""
         return [flight.state.pop(name, None) if name else None for name in self.gradients]
 
@@ -356,16 +359,20 @@ def emitted(
     the backward's issues say which may run early or late."""
     joint = described(captured, whole.returned.count)
     owners = owners_in(joint, lasting, ddp)
-    parts = cut(captured, report.plan, deliver)
-    tracing.in_streams(captured, parts.forward)
     fused, products = fused_weights(whole.model), set[str]()
-    if fused:
-        products = fuse(parts.backward, owners, fused)
+
+    def parts_of(captured: Captured, plan: Plan) -> Parts:
+        parts = cut(captured, plan, deliver)
+        tracing.in_streams(captured, parts.forward)
+        if fused:
+            products.update(fuse(parts.backward, owners, fused))
+        return parts
+
+    program = Program(joint, report, whole=False, cut=parts_of)
     shared = used_before(call, owners)
     hooked = [name for name in shared if owners[name].tensor._backward_hooks]
     refuse_used_before([*hooked, *(name for name in shared if name not in products)], owners)
     owners |= {name: unreduced(owners[name], ddp) for name in shared}
-    program = Program(joint, report, whole=False, parts=parts)
     moved = program.move(actions)
     names = names_in(program, call, lasting, whole.returned)
     return Planned(program, whole.taps, owners, apart=moved, shared=frozenset(shared), **names)

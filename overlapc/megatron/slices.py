@@ -27,9 +27,9 @@ from overlapc.passes.nodes import primal_nodes
 from overlapc.passes.trace import Captured, changed_inputs
 from overlapc.planning.report import Report
 from overlapc.ranks.exchange import Exchange
+from overlapc.runtime.program import Flight
 from overlapc.runtime.slicing.compare import Compared, noise, told
 from overlapc.runtime.slicing.slices import (
-    SlicedFlight,
     SlicedProgram,
     Way,
     apart,
@@ -187,7 +187,9 @@ class SlicedPlanned(Planned):
     def slices(self) -> int:
         return self.cut.count
 
-    def begin(self, flat: Sequence[Tensor], before: Any = None) -> tuple[Any, list[Tensor]]:
+    def begin(
+        self, flat: Sequence[Tensor], before: Flight | None = None
+    ) -> tuple[Flight, list[Tensor]]:
         """Run F of all slices. (They are never merged with a backward.)"""
         first = len(flat) - len(self.cut.places)
         flat, states = self.own(flat), []
@@ -195,19 +197,20 @@ class SlicedPlanned(Planned):
             tensors = [*flat[:first], *self.cut.tensors(flat[first:], k)]
             owners = self.owners if k == self.slices - 1 else self.unreduced
             states.append(dict(zip(self.program.joint.inputs, tensors, strict=True)) | owners)
-        found = self.program.whole(self.program.forward(states), self.ways)
+        flight = self.program.begin(states)
+        found = self.program.whole(flight, self.ways)
         results = dict(zip(self.program.joint.results, found, strict=True))
         self.log.replay([results[name] for name in self.taps])
-        return SlicedFlight(self.program, states), [results[name] for name in self.outs]
+        return flight, [results[name] for name in self.outs]
 
-    def ask(self, flight: Any, tangents: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
-        flight.gradients_came(tangents, self.ways)
+    def ask(self, flight: Flight, tangents: Sequence[Tensor], scales: Sequence[Tensor]) -> None:
+        self.program.gradients_came(flight.states, tangents, self.ways)
         for state in flight.states:
             for name, scale in zip(self.scales, scales, strict=True):
                 if name in state:
                     state[name] = scale * self.cut.share
 
-    def handed(self, flight: Any) -> list[Tensor | None]:
+    def handed(self, flight: Flight) -> list[Tensor | None]:
         found: list[Tensor | None] = []
         for name, place in zip(self.gradients, self.cut.places, strict=True):
             parts = [state.pop(name, None) for state in flight.states] if name else []

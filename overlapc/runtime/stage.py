@@ -19,7 +19,7 @@ from overlapc.passes.draws import Draw
 from overlapc.passes.trace import Captured
 from overlapc.planning.report import Report
 from overlapc.runtime.call import Given, inputs_of
-from overlapc.runtime.program import Program, State, check_loss, refuse_owners
+from overlapc.runtime.program import Flight, Program, State, check_loss, refuse_owners
 from overlapc.sharded.lowered import Lowered
 
 Shape = tuple[tuple[int, ...], torch.dtype, bool]  # sizes, and whether it gets a gradient
@@ -204,9 +204,10 @@ class Stage:
     def _forward(self, form: Form, program: Program, state: State) -> Sequence[Any]:
         microbatch, backward = self._at
         before = None if backward is None else self.states[backward].flight
-        flight = program.begin(state, before)
-        self.states[microbatch] = InFlight(flight, form.tangents, self._given[microbatch])
-        return flight.results()
+        flight = program.begin([state], before)
+        given = tuple((one,) for one in self._given[microbatch])
+        self.states[microbatch] = InFlight(flight, form.tangents, given)
+        return [one for (one,) in flight.results()]
 
     def _gradients(self, kind: str, microbatch: int) -> Sequence[Tensor]:
         """Return the gradients for the stage before, if this action made them, and drop finished
@@ -214,9 +215,9 @@ class Stage:
         before waits for one."""
         flight, given = self.states[microbatch].flight, self.states[microbatch].given
         found = []
-        for tensor, shape in zip(given, self._incoming(kind), strict=False):
+        for parts, shape in zip(given, self._incoming(kind), strict=False):
             if has_gradient(shape):
-                gradient = flight.gradient_of(tensor)
+                gradient = flight.gradient_of(parts)
                 found.append(blank(shape).detach() if gradient is None else gradient)
         if kind in "BW":
             flight.end()
@@ -244,9 +245,9 @@ class Form:
 class InFlight:
     """A microbatch between its forward and the end of its backward."""
 
-    flight: Any  # a Flight, or a SlicedFlight
+    flight: Flight
     tangents: tuple[str, ...]
-    given: tuple[Any, ...]
+    given: tuple[tuple[Any, ...], ...]  # each input, in slices
 
 
 def sending(module: nn.Module) -> Callable[..., Any]:

@@ -47,7 +47,7 @@ class RunningStep:
         if flight is None:
             flight = self._begin(program, state)
         self.pending.append(flight)
-        return flight.results()
+        return [one for (one,) in flight.results()]
 
     def begin_pair(self) -> None:
         """Run the two forwards that were gathered, if they may be one graph."""
@@ -90,7 +90,7 @@ class RunningStep:
         while len(self.pending) > lag:
             _end(self.pending.pop(0))
         before = self.pending.pop(0) if len(self.pending) == lag else None
-        flight = program.begin(state, before)
+        flight = program.begin([state], before)
         if before is not None:
             before.end()
         return flight

@@ -39,7 +39,7 @@ from overlapc.ranks.groups import Attempts
 from overlapc.ranks.seeds import warn_of_seeds
 from overlapc.runtime.call import Given, alike, inputs_of
 from overlapc.runtime.foreign import untraced
-from overlapc.runtime.program import State
+from overlapc.runtime.program import Flight, State
 from overlapc.runtime.slicing.compare import (
     Compared,
     compared,
@@ -47,7 +47,7 @@ from overlapc.runtime.slicing.compare import (
     refuse_failing,
     refuse_whole,
 )
-from overlapc.runtime.slicing.slices import SlicedFlight, SlicedProgram, Slices, Way, marked
+from overlapc.runtime.slicing.slices import SlicedProgram, Slices, Way, marked
 from overlapc.runtime.train_step import adding
 from overlapc.state.objects import batch_in_objects, is_held, rebuilt, storage_of
 from overlapc.tools.told import Told
@@ -164,7 +164,7 @@ class SlicedCalls:
     def _forward(
         self, program: SlicedProgram, states: Sequence[State], ways: Sequence[Way]
     ) -> list[Any]:
-        results = program.whole(program.forward(states), ways)
+        results = program.forward(states, ways)
         if program.tangents:
             made = zip(program.joint.results, results, strict=True)
             self._batch = _Batch(
@@ -327,8 +327,8 @@ class _Batch:
                 f"backward recomputes: {others}; expected it to be set around both, or slices=1"
             )
         self.read.clear()
-        flight = SlicedFlight(self.program, states)
-        flight.gradients_came(gradients, self.ways)
+        self.program.gradients_came(states, gradients, self.ways)
+        flight = Flight(self.program, states)
         flight.run("B")
         flight.end()
         return [_gathered(leaves) for leaves in self.leaves]

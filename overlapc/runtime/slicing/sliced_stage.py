@@ -27,7 +27,7 @@ from overlapc.ranks.exchange import Exchange
 from overlapc.runtime.call import Given
 from overlapc.runtime.program import Program, State
 from overlapc.runtime.slicing.compare import Compared, compared, draws_for, failing, refuse_whole
-from overlapc.runtime.slicing.slices import SlicedFlight, SlicedProgram, Slices, Way, marked
+from overlapc.runtime.slicing.slices import SlicedProgram, Slices, Way, marked
 from overlapc.runtime.stage import Form, InFlight, Shapes, Stage, has_gradient, leaves_of
 
 
@@ -90,7 +90,9 @@ class SlicedStage(Stage):
             self.compared = compared(self.module, forward, whole, each, joint, draws, exchange)
 
     def gradients_came(self, microbatch: int, gradients: Sequence[Tensor]) -> None:
-        self.states[microbatch].flight.gradients_came(gradients, self.ways)
+        flight = self.states[microbatch].flight
+        assert isinstance(flight.program, SlicedProgram)
+        flight.program.gradients_came(flight.states, gradients, self.ways)
 
     def _run(self, arguments: tuple[Any, ...]) -> Any:
         """Call the function with each slice; the call of the last runs all forwards."""
@@ -137,9 +139,9 @@ class SlicedStage(Stage):
     ) -> list[Any]:
         microbatch, _ = self._at
         inputs = tuple(zip(*(one.args for one in self._slices), strict=True))  # each in slices
-        results = program.whole(program.forward(states), ways)
-        self.states[microbatch] = InFlight(SlicedFlight(program, states), (), inputs)
-        return results
+        flight = program.begin(states)
+        self.states[microbatch] = InFlight(flight, (), inputs)
+        return program.whole(flight, ways)
 
 
 def _marked(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -24,12 +24,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from overlapc.core.errors import CaptureError, OptionError
 from overlapc.core.ir import Plan
-from overlapc.core.merge import at, of_slice
-from overlapc.core.stages import turns
 from overlapc.passes.capture.joint import Joint, Stop
 from overlapc.passes.capture.marks import mark
 from overlapc.passes.draws import Draw
-from overlapc.passes.emit.parts import Part, Parts, cut, join
+from overlapc.passes.emit.parts import Parts, cut
 from overlapc.passes.trace import Captured
 from overlapc.planning.report import Report
 from overlapc.runtime.call import Given
@@ -191,8 +189,7 @@ def _is_mean(node: fx.Node) -> bool:
 
 
 class SlicedProgram(Program):
-    """A graph of one slice, and the parts that all slices of a batch run together. A graph that is
-    `whole` ends in the loss. `cut` makes the parts of one slice by its plan."""
+    """A program whose microbatch is a batch in slices: it puts results together."""
 
     def __init__(
         self,
@@ -202,51 +199,19 @@ class SlicedProgram(Program):
         draws: Mapping[str, Draw],
         cut: Callable[[Captured, Plan], Parts] = cut,
     ) -> None:
+        super().__init__(joint, report, whole, draws, cut)
         self.draws = draws
-        captured, plan, self.count = joint.captured, report.plan, report.slices
-        first, *others = (of_slice(plan, k, captured.trace.digest) for k in range(self.count))
-        parts = cut(captured, first)
-        # Where another slice keeps the same, only the order of its ops is another: the plan's.
-        each = [parts]
-        for other in others:
-            alike = set(other.saved) == set(first.saved)
-            alike = alike and set(other.recomputed) == set(first.recomputed)
-            each.append(parts if alike else cut(captured, other))
-        forwards, backwards = [one.forward for one in each], [one.backward for one in each]
-        beside = Parts(
-            join(forwards, plan.order, at, draws),
-            join(backwards, plan.order, at),
-            turns(report.problem.trace, plan.order),
-        )
-        super().__init__(joint, report, whole=whole, parts=beside)
-        # Forwards and backwards as one graph, where the plan crosses the border between them.
-        self.at_once: Part | None = None
-        if len(report.problem.phases) == 1:
-            states = (*range(self.count), *range(self.count))
-            both = (*forwards, *backwards)
-            self.at_once = join(both, plan.order, at, draws, states=states)
-        self.shared = {name: value / self.count for name, value in self.shared.items()}
         self.places, self.tangents = places(joint)
         self._lasting = of_parameters(joint)
 
-    def forward(self, states: Sequence[State]) -> dict[str, Sequence[Any]]:
-        """Run the forwards; return each result of all slices, which the states no longer hold."""
-        self._parts.forward.run(self.shared, *states)
-        return self._results(states)
+    def forward(self, states: Sequence[State], ways: Sequence[Way]) -> list[Any]:
+        """Run the forwards; return the batch's results."""
+        return self.whole(self.begin(states), ways)
 
-    def _results(self, states: Sequence[State]) -> dict[str, Sequence[Any]]:
-        each = zip(*(Flight(self, state).results() for state in states), strict=True)
-        return dict(zip(self.joint.results, each, strict=True))
-
-    def backward(self, states: Sequence[State]) -> None:
-        """Run the backwards, and give gradients to their owners."""
-        flight = SlicedFlight(self, states)
-        flight.run("B")
-        flight.end()
-
-    def whole(self, results: dict[str, Sequence[Any]], ways: Sequence[Way]) -> list[Any]:
-        """The batch's results. Those that the model keeps and does not return are put together
-        along dimension 0, if they depend on the batch."""
+    def whole(self, flight: Flight, ways: Sequence[Way]) -> list[Any]:
+        """Take the batch's results, which the states then no longer hold. Those that the model
+        keeps and does not return are put together along dimension 0, if they depend on the
+        batch."""
 
         def one(name: str, parts: Sequence[Any]) -> Any:
             if name in self.places:
@@ -258,57 +223,31 @@ class SlicedProgram(Program):
             batched = isinstance(parts[0], Tensor) and parts[0].dim() and name not in self._lasting
             return together("what the forward sets", parts, 0 if batched else "alike")
 
-        return [one(name, parts) for name, parts in results.items()]
+        pairs = zip(self.joint.results, flight.results(), strict=True)
+        return [one(name, parts) for name, parts in pairs]
 
     def step(self, states: Sequence[State], ways: Sequence[Way]) -> list[Any]:
         """Run forward and backward of all slices; returns the results of the batch."""
         if self.at_once is None:
-            results = self.forward(states)
-            self.backward(states)
-            return self.whole(results, ways)
-        with torch.no_grad(), torch._C._DisableAutocast():  # casts are in the graph
-            self.at_once.run(self.shared, *states)
-        results = self._results(states)
-        SlicedFlight(self, states).end()
-        return self.whole(results, ways)
+            flight = self.begin(states)
+            results = self.whole(flight, ways)
+            flight.run("B")
+        else:
+            flight = self.run_at_once(states)
+            results = self.whole(flight, ways)
+        flight.end()
+        return results
 
-
-@dataclass
-class SlicedFlight:
-    """The slices of a batch between their forwards and the end of their backwards."""
-
-    program: SlicedProgram
-    states: Sequence[State]
-    again: bool = False  # has R run?
-
-    def run(self, kind: str) -> None:
-        """Run an action of all backwards."""
-        with torch.no_grad(), torch._C._DisableAutocast():  # casts are in the graph
-            for part in self.program.parts(kind, self.again):
-                part.run(self.program.shared, *self.states)
-        self.again = self.again or kind == "R"
-
-    def gradients_came(self, gradients: Sequence[Tensor], ways: Sequence[Way]) -> None:
-        """Take gradients of the batch's results, in the order of the results that get one."""
-        for (place, name), gradient in zip(
-            sorted(self.program.tangents.items()), gradients, strict=True
-        ):
-            each = apart(gradient.contiguous(), ways[place], len(self.states))
-            for state, part in zip(self.states, each, strict=True):
+    def gradients_came(
+        self, states: Sequence[State], gradients: Sequence[Tensor], ways: Sequence[Way]
+    ) -> None:
+        """Give slices their part of the gradients of the batch's results, which come in the order
+        of the results that get one."""
+        pairs = zip(sorted(self.tangents.items()), gradients, strict=True)
+        for (place, name), gradient in pairs:
+            each = apart(gradient.contiguous(), ways[place], len(states))
+            for state, part in zip(states, each, strict=True):
                 state[name] = part
-
-    def gradient_of(self, parts: Sequence[Tensor]) -> Tensor | None:
-        """Take the gradient of an input of the batch that was cut into these parts; once."""
-        found = [
-            Flight(self.program, state).gradient_of(part)
-            for state, part in zip(self.states, parts, strict=True)
-        ]
-        made = [gradient for gradient in found if gradient is not None]
-        return torch.cat(made) if made else None  # all slices are one graph
-
-    def end(self) -> None:
-        for state in self.states:
-            Flight(self.program, state).end()
 
 
 @dataclass
