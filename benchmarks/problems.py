@@ -177,7 +177,7 @@ def _moe(stage: Stage) -> Any:
     from torch import Tensor, nn
 
     from examples.gpt.model import MLP, Attention, GPTConfig, Shard
-    from overlapc.nn.layers import Exchange
+    from overlapc.nn.layers import AllToAll
 
     width, heads, held, expert_width, top_k, _ = MOE_SHAPES[stage.model]
     ranks = stage.ranks
@@ -199,11 +199,11 @@ def _moe(stage: Stage) -> Any:
             sent = tokens[order // top_k]
             even = [held * rows] * ranks
             group = dist.group.WORLD.group_name
-            there = Exchange.apply(sent, even, even, group)
+            there = AllToAll.apply(sent, even, even, group)
             parts = there.view(ranks, held, rows, width).transpose(0, 1).flatten(1, 2)
             done = torch.bmm(F.gelu(torch.bmm(parts, self.up)), self.down)
             flat = done.view(held, ranks, rows, width).transpose(0, 1).reshape(-1, width)
-            back = Exchange.apply(flat, even, even, group)
+            back = AllToAll.apply(flat, even, even, group)
             scaled = back * weights.flatten()[order][:, None]
             return torch.zeros_like(tokens).index_add(0, order // top_k, scaled).view_as(x)
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from overlapc.nn.layers import Exchange, exchange
+from overlapc.nn.layers import AllToAll, exchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class MoE(nn.Module):
         received = received.view(self.ranks, self.held)
         send = checked_sizes(sent.view(self.ranks, self.held).sum(1))
         receive = checked_sizes(received.sum(1))
-        rows = Exchange.apply(tokens[order // self.top_k], receive, send, self.group)
+        rows = AllToAll.apply(tokens[order // self.top_k], receive, send, self.group)
 
         # They arrive grouped by (rank, expert); the experts want (expert, rank).
         labels = torch.arange(self.held, device=x.device).repeat(self.ranks)
@@ -92,7 +92,7 @@ class MoE(nn.Module):
         done = self.experts(rows[by_expert], counts)
         back = torch.empty_like(done).index_copy(0, by_expert, done)
 
-        rows = Exchange.apply(back, send, receive, self.group)
+        rows = AllToAll.apply(back, send, receive, self.group)
         by_token = torch.empty_like(rows).index_copy(0, order, rows)
         by_token = by_token.view(-1, self.top_k, tokens.shape[1])
         return (by_token * weights[..., None]).sum(1).view_as(x)

@@ -114,7 +114,7 @@ class Cut:
         found = Compared(ways, 0.0, tolerance_of(captured), self._said())
         told(found, different, str, self.count, exchange)  # now all ranks run collectives
         with _as_drawn(), torch.no_grad(), torch._C._DisableAutocast():
-            both = _BothWays(self, captured, uncut, lasting, ways, logged)
+            both = _GraphBothWays(self, captured, uncut, lasting, ways, logged)
             apart, different = farthest(both.uncut(), both.in_slices(), found.tolerance)
         self.compared = told(replace(found, apart=apart), different, str, self.count, exchange)
 
@@ -219,7 +219,7 @@ class SlicedPlanned(Planned):
         return found
 
 
-class _BothWays:
+class _GraphBothWays:
     """Results and gradients of the whole microbatch, and of its slices one after the other."""
 
     def __init__(

@@ -94,7 +94,7 @@ def exchange(x: Tensor, receive: Sequence[int], send: Sequence[int], group: str)
     return torch.ops._c10d_functional.wait_tensor(start)
 
 
-class Exchange(torch.autograd.Function):
+class AllToAll(torch.autograd.Function):
     """`exchange` with a backward: gradients are exchanged back to where the rows came from."""
 
     @staticmethod

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from examples.moe.model import MoEConfig, MoEGPT, checked_sizes
 from overlapc import TrainStep, optimize
 from overlapc.emulate import Link, init_link
-from overlapc.nn.layers import Exchange, SumOverRanks, before, exchange, total, whole
+from overlapc.nn.layers import AllToAll, SumOverRanks, before, exchange, total, whole
 from tests.multiprocess.mortal import caught
 from tests.multiprocess.spawn import run_ranks
 from tests.multiprocess.test_exactness_ranks import gpt
@@ -223,14 +223,14 @@ class Switch(nn.Module):
         receive = checked_sizes(received.sum(1))
         torch._check(sum(send) <= x.shape[0])
         order = order.narrow(0, 0, sum(send))
-        rows = Exchange.apply(x[order], receive, send, self.group)
+        rows = AllToAll.apply(x[order], receive, send, self.group)
         labels = torch.arange(self.held).repeat(self.ranks)
         label = torch.repeat_interleave(labels, received.flatten(), output_size=rows.shape[0])
         by_expert = torch.argsort(label, stable=True)
         parts = torch.split(rows[by_expert], checked_sizes(received.sum(0)))
         done = torch.cat([F.gelu(part @ self.up[e]) for e, part in enumerate(parts)])
         back = torch.empty_like(done).index_copy(0, by_expert, done)
-        rows = Exchange.apply(back, send, receive, self.group)
+        rows = AllToAll.apply(back, send, receive, self.group)
         out = torch.zeros_like(x).index_copy(0, order, rows * gate[order][:, None])
         return (x + out).square().mean(), keep
 

@@ -15,8 +15,6 @@ CODE = sorted((ROOT / "overlapc").rglob("*.py"))
 # Classes of one name in two modules, and why.
 TWICE = {
     "TrainStep": "a front door of `overlapc` and one of `overlapc.megatron`: people import either",
-    "Exchange": "`nn.layers` has an op of people's models, `ranks.exchange` a round of planning",
-    "_BothWays": "slices of a batch and of Megatron's microbatch are compared apart so far",
 }
 # Names that a folder takes from others, core and tools left out: no more than now, fewer later.
 TAKEN = {"megatron": 111, "search": 63}

@@ -146,7 +146,7 @@ def compared(
 ) -> Compared:
     """Let eager compute the batch uncut and in slices, with gradients if the graph has any. Raise,
     on all ranks, if slices give anything else."""
-    mine = _BothWays(model, forward, batch, each, joint, [*draws.values()])
+    mine = _EagerBothWays(model, forward, batch, each, joint, [*draws.values()])
     found = Compared(mine.ways, mine.apart, mine.tolerance, held=mine.ends)
     if mine.failed is None or exchange is None:
         return told(found, mine.different, mine.first_module, len(each), exchange)
@@ -184,7 +184,7 @@ def told(
     return replace(found, apart=max(float(text) for text, _, _ in said))
 
 
-class _BothWays:
+class _EagerBothWays:
     """Results and gradients of a batch uncut and in slices. `different` says what is another in
     slices, `apart` how far the farthest of all is, relative to its largest number."""
 

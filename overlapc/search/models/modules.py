@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from overlapc.nn.layers import (
+    AllToAll,
     CopyToRanks,
-    Exchange,
     GatherRows,
     ScatterRows,
     SumOverRanks,
@@ -215,7 +215,7 @@ class Experts(nn.Module):
         if self.ranks.name is None:
             return rows
         even = [each] * self.ranks.count
-        return Exchange.apply(rows, even, even, self.ranks.name)
+        return AllToAll.apply(rows, even, even, self.ranks.name)
 
 
 class Block(nn.Module):
