@@ -2,12 +2,13 @@
 
     git worktree add /tmp/before f87da83
     python benchmarks/against.py /tmp/before [--every 5] [--solvers heu,overlap,opt]
-    python benchmarks/against.py /tmp/before --solvers "" --merged 10 --pipelines
+    python benchmarks/against.py /tmp/before --solvers "" --merged 10 --random 1000 --pipelines
 
 Each tree runs in a process of its own, one after the other in turn. Graphs are each tree's own
 captures of the benchmark set; costs are this one's, and the budget is the larger of both trees',
 since the smallest that works differs. Of every `--merged`-th case microbatches are merged;
-`--pipelines` draws 200 pipelines and places their rows. Every figure is *predicted*: by this tree's
+`--random` draws so many small problems; `--pipelines` draws 200 pipelines and
+places their rows. Every figure is *predicted*: by this tree's
 simulator, but merged plans and rows by each tree's own. Ratios are this tree's over the other's.
 """
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -61,6 +63,7 @@ def answer(folder: str) -> None:
     from overlapc.core.pipeline import StageCost, simulate_pipeline
     from overlapc.core.schedule import parse_schedule
     from overlapc.core.simulate import simulate
+    from overlapc.core.text import parse_problem
     from overlapc.solvers import solve
     from overlapc.solvers.pipeline.rows import placed
 
@@ -108,6 +111,8 @@ def answer(folder: str) -> None:
             case = every[asked["case"]] if asked["case"] < len(every) else None
             problem = build(case) if case is not None else None
             found = case and costs_of(problem) | {"name": case.name}
+        elif asked["do"] == "parse":
+            problem = parse_problem(asked["text"])
         elif asked["do"] == "costs":
             problem = with_costs(problem, asked["given"])
         elif asked["do"] == "solve":
@@ -159,6 +164,36 @@ def planned(
         number += every
 
 
+def drawn_problems(
+    trees: tuple[_Tree, _Tree], count: int
+) -> Iterator[tuple[str, str, float, float]]:
+    """The solvers' plans of small random problems, as `planned` gives them; plans that are not the
+    same are named."""
+    sys.path.insert(0, str(ROOT))
+    from random import Random
+
+    from overlapc.core.text import format_problem
+    from tests.plain.strategies import random_problem
+
+    for seed in range(count):
+        problem = random_problem(Random(seed), lags=True)
+        for tree in trees:
+            tree.ask(do="parse", text=format_problem(problem))
+        for solver in ("heu", "overlap", "opt"):
+            new, old = (tree.ask(do="solve", solver=solver, merged=False) for tree in trees)
+            if (new is None) != (old is None):
+                yield f"random {solver}", f"problem {seed}", math.inf, 1.0
+            elif new is not None:
+                if new[2:] != old[2:]:
+                    print(f"problem {seed}: {solver} gives another plan", flush=True)
+                yield (
+                    f"random {solver}",
+                    f"problem {seed}",
+                    new[0] / max(1, old[0]),
+                    new[1] / old[1],
+                )
+
+
 def pipelines(trees: tuple[_Tree, _Tree]) -> Iterator[tuple[str, str, float, float]]:
     """Rows that both trees place for drawn pipelines, as `planned` gives them."""
     sys.path.insert(0, str(ROOT))
@@ -197,6 +232,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="only every n-th case")
     parser.add_argument("--solvers", default="heu,overlap", help="joined by commas")
     parser.add_argument("--merged", type=int, default=0, help="also merged, every n-th case")
+    parser.add_argument("--random", type=int, default=0, help="also so many random problems")
     parser.add_argument("--pipelines", action="store_true", help="also drawn pipelines")
     parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -209,6 +245,8 @@ def main() -> None:
     solvers = [name for name in args.solvers.split(",") if name]
     if solvers or args.merged:
         shown(planned(trees, args.every, args.merged, solvers))
+    if args.random:
+        shown(drawn_problems(trees, args.random))
     if args.pipelines:
         shown(pipelines(trees))
 
