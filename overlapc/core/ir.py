@@ -107,6 +107,11 @@ class Op:
     def is_forward(self) -> bool:
         return self.piece.letter == "F"
 
+    @property
+    def group(self) -> str:
+        """The process group of a start."""
+        return self.lane
+
 
 @dataclass(frozen=True)
 class Trace(Record):
@@ -215,6 +220,11 @@ class Trace(Record):
     def lanes(self) -> tuple[str, ...]:
         """Communication lanes, in order of first use."""
         return tuple(dict.fromkeys(op.lane for op in self.ops if op.role == "start"))
+
+    @cached_property
+    def groups(self) -> tuple[str, ...]:
+        """Process groups, in order of first use."""
+        return tuple(dict.fromkeys(op.group for op in self.ops if op.role == "start"))
 
     @cached_property
     def digest(self) -> str:
@@ -452,17 +462,17 @@ def issues(order: Iterable[str]) -> Iterator[tuple[str, bool]]:
 def _digest(trace: Trace) -> str:
     """Compute a text that changes whenever the trace's structure, shapes or order change.
 
-    Ranks that do the same work have the same digest. So lanes count by their order of first use,
-    since process groups have other names on other ranks. An op's inputs are sorted by name, since a
+    Ranks that do the same work have the same digest. So process groups count by their order of
+    first use: they have other names on other ranks. An op's inputs are sorted by name, since a
     rank may pass its own part of a tensor at another position. Inputs that nothing reads do not
     count: some ranks may lack them. A forward counts the same whether or not it runs ahead of
     its backward: a plan saves the same values for both.
     """
-    lanes = {name: str(i) for i, name in enumerate(trace.lanes)}
+    groups = {name: str(i) for i, name in enumerate(trace.groups)}
     named = _as_if_alone(trace)
     h = hashlib.sha256()
     for op in trace.ops:
-        lane = lanes.get(op.lane, op.lane)
+        lane = groups.get(op.group, op.group)
         inputs = tuple(sorted(named.get(name, name) for name in op.inputs))
         piece = replace(op.piece, microbatch=trace.microbatch(op, recomputed=True))
         h.update(ascii(replace(op, lane=lane, piece=piece, inputs=inputs)).encode())

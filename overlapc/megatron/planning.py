@@ -265,14 +265,14 @@ class Planning:
 
     def _goes_with(self, agreed: Report, moved: Report) -> bool:
         """Can other ranks run by the agreed plan while this rank runs by the carried one?"""
-        apart = set(ranks_of(moved.problem.trace.lanes)) - set(self.step.peers)
+        apart = set(ranks_of(moved.problem.trace.groups)) - set(self.step.peers)
         orders = [each.merged and each.merged.plan.order for each in (agreed, moved)]
         return not apart or orders[0] == orders[1]
 
     def joins_others(self) -> bool:
         """Do plans have collectives with ranks of other microbatches?"""
         reports = [agreed.report for agreed in self.agreed.values() if agreed is not None]
-        ranks = {rank for report in reports for rank in ranks_of(report.problem.trace.lanes)}
+        ranks = {rank for report in reports for rank in ranks_of(report.problem.trace.groups)}
         return bool(ranks - set(self.step.peers))
 
     def _warn_if_larger(self, agreed: Report, moved: Report) -> None:

@@ -200,7 +200,7 @@ def _work(captured: Captured, options: Options, primals: Sequence[Any] | None) -
     trace = captured.trace
     sizes = str([tuple(getattr(value, "shape", (value,))) for value in primals or ()])
     names = tuple(op.name for op in trace.ops)
-    return trace.digest, names, trace.lanes, options.profile, options.hardware, sizes
+    return trace.digest, names, trace.groups, options.profile, options.hardware, sizes
 
 
 def profile_captured(

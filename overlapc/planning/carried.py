@@ -90,7 +90,7 @@ def _kinds(trace: Trace, gradients: Gradients) -> list[tuple[str, ...]]:
     for op in trace.ops:
         of = gradients.get(added_by(op) or op.name, ()) if not op.outputs else ()
         kind = "" if of else re.sub(r"(_\d+)+$", "", op.name)
-        place = trace.modules.get(op.name, ""), kind, op.lane, op.piece.letter
+        place = trace.modules.get(op.name, ""), kind, op.group, op.piece.letter
         found.append((*place, *of))
     return found
 

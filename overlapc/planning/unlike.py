@@ -32,10 +32,10 @@ def collectives(captured: Captured) -> str:
     """What graphs of other shapes have in common: their collectives, and whether the model has
     recompute of its own."""
     trace = captured.trace
-    lanes = {name: str(i) for i, name in enumerate(trace.lanes)}
+    groups = {name: str(i) for i, name in enumerate(trace.groups)}
     starts = [op for op in trace.ops if op.role == "start"]
     own = any("recompute" in node.meta for node in captured.joint.graph.nodes)
-    called = [f"{op.piece.letter} {op.signature.split()[0]} {lanes[op.lane]}" for op in starts]
+    called = [f"{op.piece.letter} {op.signature.split()[0]} {groups[op.group]}" for op in starts]
     return "; ".join([*called, f"own recompute: {own}"])
 
 

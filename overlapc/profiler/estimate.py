@@ -61,9 +61,9 @@ class Described:
     section: str  # of a cache of measured op times, in which the graph's device is
 
     def groups(self, hardware: Hardware) -> dict[str, tuple[int, int]]:
-        """By lane of collectives: the number of its ranks, and of those in a node."""
+        """By process group: the number of its ranks, and of those in a node."""
         ranks = self.ranks.items()
-        return {lane: (len(each), hardware.most_in_a_node(each)) for lane, each in ranks}
+        return {group: (len(each), hardware.most_in_a_node(each)) for group, each in ranks}
 
 
 def estimate(
@@ -90,7 +90,7 @@ def describe(
     device: torch.device | None = None,
 ) -> Described:
     """All that the graph's costs follow from. By default its device is that of its tensors."""
-    ranks = {lane: _ranks(lane, group_sizes) for lane in captured.trace.lanes}
+    ranks = {group: _ranks(group, group_sizes) for group in captured.trace.groups}
     section = section_of(device or device_of(captured))
     return Described(captured.trace, works_of(captured), ranks, section)
 
@@ -112,11 +112,11 @@ def priced(
     costs: dict[str, Cost] = {}
     for op in described.trace.ops:
         work = described.works[op.name]
-        key = (op.signature, op.lane, work)
+        key = (op.signature, op.group, work)
         if key not in found:
             comm_ns = 0
             if work.traffic is not None:
-                comm_ns = hardware.collective_ns(*work.traffic, *groups[op.lane])
+                comm_ns = hardware.collective_ns(*work.traffic, *groups[op.group])
             found[key] = Cost(work_ns(hardware, work, attention), comm_ns, 0, "estimated")
             signature = cache_key(op.signature)
             measured = None if known is None else known.get(described.section, signature)
@@ -168,7 +168,7 @@ def works_of(captured: Captured) -> dict[str, OpWork]:
     found: dict[tuple[str, str, bool], OpWork] = {}
     works: dict[str, OpWork] = {}
     for op in captured.trace.ops:
-        key = (op.signature, op.lane, _is_view(captured.trace, op))
+        key = (op.signature, op.group, _is_view(captured.trace, op))
         if key not in found:
             node = nodes[op.name]
             if op.role == "start":

@@ -43,7 +43,7 @@ def warn_of_seeds(
         return
     mine = json.dumps(_fingerprints(captured, primals, exchange.rank)).encode()
     told = dict(zip(exchange.ranks, map(json.loads, exchange.gather("seeds", mine)), strict=True))
-    for group in captured.trace.lanes:
+    for group in captured.trace.groups:
         ranks = dist.get_process_group_ranks(dist.distributed_c10d._resolve_process_group(group))
         found = [told[rank] for rank in ranks if rank in told]
         if exchange.rank != ranks[0] or len({each["random state"] for each in found}) < 2:

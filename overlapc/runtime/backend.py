@@ -263,7 +263,7 @@ class Shapes:
         self._forms: set[tuple[str, ...]] = set()
 
     def may_differ(self, captured: Captured) -> bool:
-        return self.version is not None and len(ranks_of(captured.trace.lanes)) > 1
+        return self.version is not None and len(ranks_of(captured.trace.groups)) > 1
 
     def planned(self, captured: Captured, graph: CompiledGraph) -> None:
         self._forms.add(graph.form)
@@ -337,7 +337,7 @@ class PlanningPartition:
                     "the second trace of the graph differs from the first", self.graph.name
                 )
             return emit(self.plan)
-        groups, timeout_s = captured.trace.lanes, self.backend.options.timeout_s
+        groups, timeout_s = captured.trace.groups, self.backend.options.timeout_s
         if (report := self.backend.shapes.carried(captured)) is not None:
             self.backend.warn_of_longer(report)
             return emit(report.plan)

@@ -79,7 +79,7 @@ def _everyone(stages: Mapping[int, Stage], links: Links) -> Exchange:
     own = dist.get_process_group_ranks(links.group)
     known = set(own)
     for made in stages.values():
-        with exchange_for(made.captured.trace.lanes, links.timeout_s) as exchange:
+        with exchange_for(made.captured.trace.groups, links.timeout_s) as exchange:
             if exchange is not None:
                 mine = json.dumps(own).encode()
                 known.update(*map(json.loads, exchange.gather("ranks of pipelines", mine)))
@@ -90,7 +90,7 @@ def _everyone(stages: Mapping[int, Stage], links: Links) -> Exchange:
 
 def _ranks(stage: Stage) -> list[int]:
     """The ranks that the stage's collectives join; none without any."""
-    return ranks_of(stage.captured.trace.lanes)
+    return ranks_of(stage.captured.trace.groups)
 
 
 def _gathered(ranks: Exchange, what: str, mine: Mapping[Any, Any]) -> list[dict[str, Any]]:

@@ -198,9 +198,9 @@ class Calls:
 
     def _divide(self, graphs: Sequence[CompiledGraph], runs: Sequence[GraphsOfStep]) -> None:
         shares = [graph.share for graph in graphs if graph.share is not None]
-        lanes = dict.fromkeys(lane for share in shares for lane in share.problem.trace.lanes)
+        groups = dict.fromkeys(group for share in shares for group in share.problem.trace.groups)
         found = [graph.report for graph in graphs if graph.report is not None]
-        with exchange_for(list(lanes), self.options.timeout_s) as exchange:
+        with exchange_for(list(groups), self.options.timeout_s) as exchange:
             reports = plan_shares(found, shares, runs, self.options, exchange)
         log(1, f"{len(graphs)} graphs share the budget")
         for graph, old, report in zip(graphs, found, reports, strict=True):

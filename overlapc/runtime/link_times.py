@@ -72,11 +72,11 @@ def averaging_ns(
 
 
 def alike_ns(
-    lanes: Sequence[str], took_ns: tuple[int, int], timeout_s: float | None
+    groups: Sequence[str], took_ns: tuple[int, int], timeout_s: float | None
 ) -> tuple[int, int]:
     """The longest of each of these times on the ranks that share a stage's collectives: each rank
     measured the links of its own pipeline, and all must place the same rows."""
-    with exchange_for(lanes, timeout_s) as exchange:
+    with exchange_for(groups, timeout_s) as exchange:
         if exchange is None:
             return took_ns
         told = [*map(json.loads, exchange.gather("links", json.dumps(took_ns).encode()))]

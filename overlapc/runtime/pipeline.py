@@ -253,7 +253,7 @@ class Pipeline(Door):
             with busy("planning its stages"):
                 slower = max(sent.get(end, 0) for end in (stage - 1, stage))
                 took = slower, self._average_ns[stage]
-                took = alike_ns(made.captured.trace.lanes, took, links.timeout_s)
+                took = alike_ns(made.captured.trace.groups, took, links.timeout_s)
                 try:
                     planned[stage] = cuts.planned(stage, partial(self._figured, took_ns=took))
                     figures[stage] = [
@@ -362,7 +362,7 @@ class Pipeline(Door):
         self, made: Stage, captured: Captured, inputs: Sequence[Sequence[Any]]
     ) -> list[Report]:
         primals, *others = inputs
-        with exchange_for(captured.trace.lanes, self._links.timeout_s) as joined:
+        with exchange_for(captured.trace.groups, self._links.timeout_s) as joined:
             reports = plan_stage(
                 captured,
                 self._of_stages[made.number],

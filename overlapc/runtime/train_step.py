@@ -406,8 +406,8 @@ class TrainStep(Door):
         known = self._reports.get(key)
         if known is None or (known.pair is not None and not step.pairs):
             primals, *others = inputs_of(joint.inputs, state, self._alike(running.each))
-            lanes, timeout_s = captured.trace.lanes, self._options.timeout_s
-            with self._attempts.exchange_for(lanes, timeout_s) as exchange:
+            groups, timeout_s = captured.trace.groups, self._options.timeout_s
+            with self._attempts.exchange_for(groups, timeout_s) as exchange:
                 step = replace(step, add_ns_per_kib=adding(self.model, self._options))
                 self._reports[key] = plan(
                     captured, self._options, step, primals=primals, others=others, exchange=exchange

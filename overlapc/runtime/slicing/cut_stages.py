@@ -109,7 +109,7 @@ class CutStages:
             made.trace(each[0], each[1:])
         except CaptureError as error:
             found = error
-        with exchange_for(whole.captured.trace.lanes, self.links.timeout_s) as exchange:
+        with exchange_for(whole.captured.trace.groups, self.links.timeout_s) as exchange:
             together(exchange, "captured in slices", found)
             made.compare(each[0], exchange)
         return made

@@ -157,8 +157,8 @@ class SlicedCalls:
             return tree_leaves(self.model(*part.args, **part.kwargs))
 
         (batch,), each = (given.cut(count, gradients=True) for count in (1, self.count))
-        lanes, timeout_s = joint.captured.trace.lanes, self.options.timeout_s
-        with self._attempts.exchange_for(lanes, timeout_s) as exchange:
+        groups, timeout_s = joint.captured.trace.groups, self.options.timeout_s
+        with self._attempts.exchange_for(groups, timeout_s) as exchange:
             return compared(self.model, forward, batch, each, joint, draws, exchange)
 
     def _forward(
@@ -242,8 +242,8 @@ class SlicedCalls:
                     draws=tuple(draws),
                     loss=False,
                 )
-            lanes, timeout_s = captured.trace.lanes, self.options.timeout_s
-            with self._attempts.exchange_for(lanes, timeout_s) as exchange:
+            groups, timeout_s = captured.trace.groups, self.options.timeout_s
+            with self._attempts.exchange_for(groups, timeout_s) as exchange:
                 self.reports[digest] = plan(
                     captured, options, step, primals=primals, others=others, exchange=exchange
                 ).report

@@ -96,7 +96,7 @@ class SlicedStep(TrainStep):
             checked_loss(result)
             return tree_leaves(result)
 
-        with self._attempts.exchange_for(trace.lanes, self._options.timeout_s) as exchange:
+        with self._attempts.exchange_for(trace.groups, self._options.timeout_s) as exchange:
             draws = step.program.draws
             found = compared(self.model, forward, given, each, joint, draws, exchange)
         self._compared[key, trace.digest] = found

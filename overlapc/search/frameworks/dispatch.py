@@ -36,10 +36,10 @@ _MOVING = (
 def _sent(trace: Trace, groups: Mapping[str, tuple[int, int]]) -> list[Op]:
     """All-to-alls of experts whose groups fill their nodes, as DeepEP's kernels ask for."""
     exchanges = [op for op in trace.ops if op.role == "start" and "all_to_all" in op.signature]
-    lanes = {op.lane for op in exchanges if "moe" in trace.modules.get(op.name, "").split(".")}
-    sizes = ((lane, *groups[lane]) for lane in lanes)
-    filled = {lane for lane, ranks, near in sizes if ranks <= near or ranks % near == 0}
-    return [op for op in exchanges if op.lane in filled]
+    used = {op.group for op in exchanges if "moe" in trace.modules.get(op.name, "").split(".")}
+    sizes = ((group, *groups[group]) for group in used)
+    filled = {group for group, ranks, near in sizes if ranks <= near or ranks % near == 0}
+    return [op for op in exchanges if op.group in filled]
 
 
 def sent_once(
@@ -50,12 +50,12 @@ def sent_once(
     machine: Hardware,
     experts: tuple[int, int],
 ) -> Profile:
-    """The profile with such all-to-alls. `groups` has of each lane its ranks, and how many of them
+    """The profile with such all-to-alls. `groups` has of each group its ranks, and how many of them
     a node has; `experts` are all, and those of a token."""
     costs = dict(profile.costs)
     for op in _sent(trace, groups):
         if (traffic := works[op.name].traffic) is not None:
-            took_ns = once_ns(machine, traffic[1], *groups[op.lane], *experts)
+            took_ns = once_ns(machine, traffic[1], *groups[op.group], *experts)
             costs[op.name] = replace(costs[op.name], comm_ns=took_ns)
     return replace(profile, costs=costs)
 

@@ -50,7 +50,7 @@ def in_fp8(
             product = product_behind(trace, works, op)
             if product is not None and runs_in_fp8(works[product.name], experts):
                 kind, size = work.traffic
-                sent_ns = machine.collective_ns(kind, size // 2, *groups[op.lane])
+                sent_ns = machine.collective_ns(kind, size // 2, *groups[op.group])
                 costs[op.name] = replace(cost, comm_ns=sent_ns)
     return replace(profile, costs=costs)
 
