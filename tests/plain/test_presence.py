@@ -131,6 +131,7 @@ def test_a_process_that_ends_is_named_on_all_ranks(made: Any, how: int) -> None:
         assert other.stdout.readline()
         until(lambda: 1 in [link.rank for link in first._links if link.greeted])
         other.send_signal(signal.SIGSTOP)
+        os.waitpid(other.pid, os.WUNTRACED)  # until it is stopped
         first.ask([1])
         time.sleep(0.5)
         assert (first.gone, first.answers) == ({}, {})
