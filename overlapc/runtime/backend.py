@@ -1,4 +1,4 @@
-"""The `torch.compile` backend of overlapc (front end A).
+"""The `torch.compile` backend of overlapc.
 
 AOTAutograd traces the joint graph and handles RNG, mutation, aliasing and autograd; its partition
 function is where overlapc plans and rewrites. Code that cannot be captured runs unchanged, with one

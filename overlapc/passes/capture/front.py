@@ -1,4 +1,4 @@
-"""`capture` turns a model into its joint graph and Trace without running it (front end B)."""
+"""`capture` turns a model into its joint graph and Trace without Dynamo, and without running it."""
 
 from __future__ import annotations
 
