@@ -28,6 +28,7 @@ from overlapc.passes.capture.collectives import Raw, trace_ended
 from overlapc.passes.capture.joint import inner_places, refuse_subclasses
 from overlapc.passes.capture.second import taken_again
 from overlapc.passes.capture.watched import other_dtype
+from overlapc.passes.emit.direct import direct
 from overlapc.passes.emit.rewrite import rewrite
 from overlapc.passes.emit.torch_choice import GLANCE, SWEEP, torch_choices
 from overlapc.passes.exact.as_eager import are_fake, as_eager
@@ -397,7 +398,7 @@ def _begin(gm: fx.GraphModule) -> str:
 
 def _run_as_ordered(module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
     """The eager compiler: the graph itself, node by node, taking its arguments boxed."""
-    run = _forward_of(module)
+    run: Callable[..., Any] = direct(module)
     if has_peers():
         run = naming_the_dead()(run)
     if getattr(module, "_boxed_call", False):
