@@ -15,7 +15,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from overlapc import __version__
 from overlapc.cli.lists import declare_presets
 from overlapc.cli.measuring import declare_profile, declare_verify
 from overlapc.cli.plan_files import declare_explain, declare_plan
@@ -25,6 +24,7 @@ from overlapc.cli.shared import FAILED, GOOD, USAGE, say
 from overlapc.cli.timelines import declare_simulate
 from overlapc.cli.trace import declare_trace
 from overlapc.cli.validate import declare_validate
+from overlapc.core import __version__
 from overlapc.core.errors import (
     Infeasible,
     InvalidPlan,

@@ -16,6 +16,7 @@ from overlapc.core.ir import Cost, Plan, Profile, Slowdown
 from overlapc.core.merge import with_bytes
 from overlapc.core.simulate import peak_bytes
 from overlapc.core.text import format_plan, parse_plan
+from overlapc.planning.kept import KeptPlans
 from overlapc.planning.options import ALIKE, Options
 from overlapc.planning.problem import TrainingStep
 from overlapc.tools.progress import doing
@@ -183,7 +184,8 @@ def profiles_of_all(
     if b"0" in exchange.gather("known costs", known):  # all measure together, or nobody does
         options.known.pop(key, None)
     try:
-        mine = _pack(*exchange.during("measuring", costs))
+        profile, sizes = exchange.during("measuring", costs)
+        mine = json.dumps({**packed(profile), "sizes": sizes}).encode()
     except CaptureError as error:
         mine = json.dumps({"failed": [error.reason, error.place]}).encode()
     told = [json.loads(data) for data in exchange.gather("profile", mine)]
@@ -191,7 +193,23 @@ def profiles_of_all(
         if "failed" in data:
             reason, place = data["failed"]
             raise CaptureError(f"{reason} (on rank {rank})", place)
-    return [_unpack(data) for data in told], [Sizes(*data["sizes"]) for data in told]
+    return [_unpacked(data) for data in told], [Sizes(*data["sizes"]) for data in told]
+
+
+def as_kept(
+    kept: KeptPlans, profiles: list[Profile], step: TrainingStep, exchange: Exchange | None
+) -> tuple[list[Profile], TrainingStep]:
+    """The costs of an earlier run in the place of those measured now, if the leader has some that
+    are near."""
+
+    def find() -> str:
+        return kept.costs([packed(profile) for profile in profiles])
+
+    text = find() if exchange is None else exchange.broadcast("kept costs", find)
+    if not text:
+        return profiles, step
+    ranks, adding = json.loads(text)
+    return [_unpacked(rank) for rank in ranks], replace(step, add_ns_per_kib=adding)
 
 
 def _work(captured: Captured, options: Options, primals: Sequence[Any] | None) -> tuple[Any, ...]:
@@ -270,21 +288,19 @@ def unlike_ranks(profiles: Sequence[Profile]) -> list[Profile]:
     return [profiles[r] for r in found] if len(found) > 1 else []
 
 
-def _pack(profile: Profile, sizes: Sizes) -> bytes:
+def packed(profile: Profile) -> dict[str, Any]:
+    """A profile as JSON has it."""
     slowdown = profile.slowdown
-    return json.dumps(
-        {
-            "costs": {
-                n: [c.compute_ns, c.comm_ns, c.workspace_bytes, c.source]
-                for n, c in profile.costs.items()
-            },
-            "slowdown": [slowdown.compute_permille, slowdown.comm_permille],
-            "conditions": dict(profile.conditions),
-            "sizes": sizes,
-        }
-    ).encode()
+    return {
+        "costs": {
+            n: [c.compute_ns, c.comm_ns, c.workspace_bytes, c.source]
+            for n, c in profile.costs.items()
+        },
+        "slowdown": [slowdown.compute_permille, slowdown.comm_permille],
+        "conditions": dict(profile.conditions),
+    }
 
 
-def _unpack(found: Mapping[str, Any]) -> Profile:
+def _unpacked(found: Mapping[str, Any]) -> Profile:
     costs = {name: Cost(*cost) for name, cost in found["costs"].items()}
     return Profile(costs, Slowdown(*found["slowdown"]), found["conditions"])

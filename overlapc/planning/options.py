@@ -69,8 +69,9 @@ class Options:
                     of two merged: without it they run one after the other
     timeout_s       how long ranks wait for one that lives and is late; None: as long as their
                     process group does (`init_process_group(timeout=...)`)
-    cache           a file in which measured costs are kept and found again; True for the one in
-                    ~/.cache/overlapc (or the folder OVERLAPC_CACHE names)
+    cache           a file in which measured costs are kept and found again, with plans in a folder
+                    beside it; True for the one in ~/.cache/overlapc (or the folder OVERLAPC_CACHE
+                    names)
     dynamic         as in torch.compile
     verify          at the first call, compare a step by eager and one by the plan bit by bit:
                     `explain()` says what was found, and what differs is warned of

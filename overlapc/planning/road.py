@@ -19,13 +19,16 @@ from overlapc.core.simulate import peak_bytes, simulate, step_ns
 from overlapc.core.text import format_plan
 from overlapc.planning.agreement import (
     agreed,
+    as_kept,
     decided,
     merge_profiles,
     of_all_ranks,
+    packed,
     this_rank,
     unlike_ranks,
 )
-from overlapc.planning.options import Options, parse_budget
+from overlapc.planning.kept import KeptPlans, question_of
+from overlapc.planning.options import ALIKE, Options, parse_budget
 from overlapc.planning.own import checkpointed, gathered_again, gathered_bytes
 from overlapc.planning.problem import (
     GRAPH,
@@ -87,6 +90,8 @@ def plan(
     default budget, and that plan runs if nothing else fits.
     """
     captured, step, profiles, here = agreed(captured, step, options, primals, exchange, others)
+    kept = KeptPlans(options, captured.trace, profiles)
+    profiles, step = as_kept(kept, profiles, step, exchange)
     profile = merge_profiles(profiles)
     problem = formulate(captured.trace, profile, options.memory_budget, step)
     lone = problem if step.slices == 1 else step.slice(captured.trace, profile)
@@ -117,7 +122,18 @@ def plan(
             return _sliced(problem, lone, options, torch_choices, theirs, crosses, unlike)
         return _solved(problem, step, options, torch_choices, theirs)
 
-    plans = decided(decide, exchange)
+    def recall() -> tuple[Plan, ...]:
+        if kept.path is None or options.plans:
+            return decide()
+        question = question_of((problem, lone), (options.text(ALIKE), repr(step)))
+        if known := kept.plans(question):
+            log(1, f"{step.name}: plan of an earlier run")
+            return known
+        found = decide()
+        kept.put([packed(each) for each in profiles], step.add_ns_per_kib, question, found)
+        return found
+
+    plans = decided(recall, exchange)
     for each in plans:
         found_by = each.found_by and f", found by {each.found_by}"
         log(1, f"{step.name}: plan of {each.solver}{found_by}")

@@ -8,6 +8,7 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
+from overlapc.core import __version__
 from overlapc.core.errors import FileError
 from overlapc.core.files import read_json, write_file
 from overlapc.search.evaluate import Found
@@ -23,7 +24,6 @@ class PlannedLayouts:
     run at the same time lose nothing."""
 
     def __init__(self, folder: Path | None, model: Model, cluster: Cluster, solver: str) -> None:
-        from overlapc import __version__
         from overlapc.profiler.hardware import load_hardware
 
         self.folder: Path | None = None

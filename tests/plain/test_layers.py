@@ -84,7 +84,7 @@ LAYERS = {
     "ranks.here": Layer(),
     "ranks.presence": Layer(),
     # Which layout of a cluster, without running it.
-    "search": Layer("core planning profiler solvers tools", "nn overlapc passes torch"),
+    "search": Layer("core planning profiler solvers tools", "nn passes torch"),
     "search.groups": Layer("core torch"),
     "search.frameworks.context": Layer("nn torch"),
     "search.models.modules": Layer("nn torch"),
@@ -96,7 +96,7 @@ LAYERS = {
     # What people see.
     "report": Layer("core planning search solvers validation"),
     "cli": Layer(
-        "core overlapc planning profiler report search solvers tools validation",
+        "core planning profiler report search solvers tools validation",
         "ranks runtime torch",
     ),
     "__main__": Layer("cli"),

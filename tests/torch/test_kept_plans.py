@@ -1,0 +1,87 @@
+"""A job that starts again has its plans: the same, without a search, for costs that are near."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import overlapc
+from overlapc.core.text import format_plan
+from overlapc.planning import road
+from tests.torch.zoo import MLP
+
+
+@pytest.fixture
+def searched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How often something was solved."""
+    calls: list[int] = []
+    real = road.solve
+
+    def counted(problem: Any, *args: Any, **kwargs: Any) -> Any:
+        calls.append(len(problem.trace.ops))
+        return real(problem, *args, **kwargs)
+
+    monkeypatch.setattr(road, "solve", counted)
+    return calls
+
+
+def started(cache: Path, **options: Any) -> str:
+    """A job's plan."""
+    torch.manual_seed(0)
+    model: Any = overlapc.optimize(MLP(), cache=cache, **options)
+    model(torch.randn(8, 16)).sum().backward()
+    return format_plan(model.plan)
+
+
+def kept(cache: Path) -> list[Path]:
+    return sorted(cache.with_suffix(".plans").iterdir())
+
+
+@pytest.mark.parametrize("profile", ["estimate", "measure"])
+def test_a_second_start_plans_the_same_without_a_search(
+    tmp_path: Path, searched: list[int], profile: str
+) -> None:
+    cache = tmp_path / "costs.json"
+    first = started(cache, profile=profile)
+    again = started(cache, profile=profile)
+    if profile == "estimate":
+        assert len(searched) == 1
+    assert first == again or len(searched) == 2  # this machine is another by 25%
+
+
+def test_each_budget_is_asked_once_on_the_same_costs(tmp_path: Path, searched: list[int]) -> None:
+    cache = tmp_path / "costs.json"
+    found = [
+        started(cache, profile="estimate", memory_budget=b)
+        for b in (16_500, 20_000, 16_500, 20_000)
+    ]
+    assert found[:2] == found[2:]
+    assert len(searched) == 2
+    assert len(kept(cache)) == 1
+
+
+def test_other_costs_are_planned_anew(tmp_path: Path, searched: list[int]) -> None:
+    cache = tmp_path / "costs.json"
+    first = started(cache, profile="estimate")
+    (path,) = kept(cache)
+    content = json.loads(path.read_text())
+    for cost in content["ranks"][0]["costs"].values():
+        cost[0] *= 2
+    path.write_text(json.dumps(content))
+    assert started(cache, profile="estimate") == first
+    assert len(searched) == 2
+    assert json.loads(path.read_text())["ranks"] != content["ranks"]
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"overlapc": "kept plans", "version": 1}', "{"])
+def test_a_broken_file_is_replaced(tmp_path: Path, searched: list[int], text: str) -> None:
+    cache = tmp_path / "costs.json"
+    first = started(cache, profile="estimate")
+    (path,) = kept(cache)
+    path.write_text(text)
+    assert [started(cache, profile="estimate") for _ in range(2)] == [first, first]
+    assert len(searched) == 2
