@@ -50,7 +50,7 @@ def test_a_second_start_plans_the_same_without_a_search(
     again = started(cache, profile=profile)
     if profile == "estimate":
         assert len(searched) == 1
-    assert first == again or len(searched) == 2  # this machine is another by 25%
+    assert first == again or len(searched) == 2  # this machine is twice as fast or slow
 
 
 def test_each_budget_is_asked_once_on_the_same_costs(tmp_path: Path, searched: list[int]) -> None:
@@ -70,7 +70,7 @@ def test_other_costs_are_planned_anew(tmp_path: Path, searched: list[int]) -> No
     (path,) = kept(cache)
     content = json.loads(path.read_text())
     for cost in content["ranks"][0]["costs"].values():
-        cost[0] *= 2
+        cost[0] *= 3
     path.write_text(json.dumps(content))
     assert started(cache, profile="estimate") == first
     assert len(searched) == 2
