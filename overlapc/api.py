@@ -275,7 +275,7 @@ class _Engine:
         self.region = Region()
         self.inexact = Inexact()
         self.backend = Backend(options)
-        self.lowered = Lowered(model)
+        self.lowered = Lowered(model, by_engine=True)
         self.backend.check = self.lowered.check
         self.forward = self._compiled()
         self.sliced: SlicedCalls | AutoCalls | None = None

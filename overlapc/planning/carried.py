@@ -37,18 +37,21 @@ def carried(
     problem = replace(problem, budget_bytes=planned.budget_bytes)
     pairs = _pairs(planned.trace, gradients, problem.trace, theirs)
     needs = Needs(problem.trace)
-    choice = needs.complete(frozenset(_kept(report.plan.saved, planned.trace, needs.trace, pairs)))
-    plans = [_carried(report.plan, planned, problem, choice, pairs)]
-    if report.merged is not None:
-        both = merge(problem, step.lag)
-        plans.append(_carried(report.merged.plan, report.merged.problem, both, choice, pairs))
-    found = [plan for plan in plans if plan is not None]
-    if len(found) < len(plans):
-        return None
-    try:
-        return reports(problem, step, found, given=True)[0], pairs
-    except InvalidPlan:
-        return None
+    kept = frozenset(_kept(report.plan.saved, planned.trace, needs.trace, pairs))
+    # What the planned trace has no op for is made again, or kept if collectives would be, too.
+    for storages in (kept, kept | frozenset(_new(needs.trace, pairs))):
+        choice = needs.complete(storages)
+        plans = [_carried(report.plan, planned, problem, choice, pairs)]
+        if report.merged is not None:
+            both = merge(problem, step.lag)
+            plans.append(_carried(report.merged.plan, report.merged.problem, both, choice, pairs))
+        found = [plan for plan in plans if plan is not None]
+        if len(found) == len(plans):
+            try:
+                return reports(problem, step, found, given=True)[0], pairs
+            except InvalidPlan:
+                pass
+    return None
 
 
 def actions_of(
@@ -74,14 +77,40 @@ def actions_of(
 
 def _pairs(planned: Trace, gradients: Gradients, trace: Trace, theirs: Gradients) -> dict[str, str]:
     """Map ops of a trace to ops of the planned trace: ops of the same kind and module, in runs of
-    the same order, and ops that add up gradients of the same parameters."""
+    the same order, and ops that add up gradients of the same parameters. Where both have the same
+    collectives, these are each other's, and between them what is between them."""
     ones, others = _kinds(planned, gradients), _kinds(trace, theirs)
-    runs = SequenceMatcher(None, ones, others, autojunk=False).get_matching_blocks()
-    return {
-        trace.ops[theirs_at + i].name: planned.ops[at + i].name
-        for at, theirs_at, size in runs
-        for i in range(size)
-    }
+    found: dict[str, str] = {}
+    for mine, their in _spans(planned, trace):
+        matcher = SequenceMatcher(None, ones[mine], others[their], autojunk=False)
+        for at, theirs_at, size in matcher.get_matching_blocks():
+            for i in range(size):
+                name = trace.ops[their.start + theirs_at + i].name
+                found[name] = planned.ops[mine.start + at + i].name
+    for one, other in zip(*_starts(planned, trace), strict=True):
+        found[trace.ops[other].name] = planned.ops[one].name
+    return found
+
+
+def _starts(planned: Trace, trace: Trace) -> tuple[list[int], list[int]]:
+    """Places of the collectives of both traces, if they are the same."""
+    ones, others = (
+        [i for i, op in enumerate(each.ops) if op.role == "start"] for each in (planned, trace)
+    )
+
+    def kinds(each: Trace, places: Sequence[int]) -> list[tuple[str, str]]:
+        return [(each.ops[i].piece.letter, each.ops[i].signature.split()[0]) for i in places]
+
+    return (ones, others) if kinds(planned, ones) == kinds(trace, others) else ([], [])
+
+
+def _spans(planned: Trace, trace: Trace) -> Iterator[tuple[slice, slice]]:
+    """What lies between the collectives of both traces."""
+    ones, others = _starts(planned, trace)
+    begins = [(-1, -1), *zip(ones, others, strict=True)]
+    ends = [*zip(ones, others, strict=True), (len(planned.ops), len(trace.ops))]
+    for (one, other), (end, their_end) in zip(begins, ends, strict=True):
+        yield slice(one + 1, end), slice(other + 1, their_end)
 
 
 def _kinds(trace: Trace, gradients: Gradients) -> list[tuple[str, ...]]:
@@ -133,6 +162,15 @@ def _kept(
             made = trace.op[here[maker.name]].outputs
             place = maker.outputs.index(name)
             yield from (trace.value[other].storage for other in made[place : place + 1])
+
+
+def _new(trace: Trace, pairs: Mapping[str, str]) -> Iterator[str]:
+    """Storages that the backward reads of ops that the planned trace lacks."""
+    for op in trace.ops:
+        if op.is_forward and op.name not in pairs:
+            for name in op.outputs:
+                if any(not user.is_forward for user in trace.users[name]):
+                    yield trace.value[name].storage
 
 
 def _carried(

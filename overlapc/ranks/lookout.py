@@ -111,7 +111,7 @@ class Lookout:
         if rank in presence.unreached:
             return f"it cannot be asked: {presence.unreached[rank]}"
         if rank in presence.answers:
-            return "it does not answer: it is stopped, or its Python is blocked"
+            return "it does not answer yet: it may be stopped, or busy outside of Python"
         return "it has not used overlapc yet"
 
     def _answer(self, rank: int) -> dict[str, Any] | None:

@@ -36,7 +36,8 @@ _EXTENSION = "fsdp_pre_all_gather"
 class Group:
     """Leaves of a parameter group, and its full parameters while a forward runs."""
 
-    def __init__(self, group: Any, number: int) -> None:
+    def __init__(self, group: Any, number: int, came: Callable[[], None]) -> None:
+        """`came` is called when a gradient has come."""
         refuse_group(group)
         self.group = group
         params = group.fsdp_params
@@ -55,7 +56,11 @@ class Group:
         self._specs = [each._unsharded_dtensor_spec for each in params]
         pairs = zip(self.leaves, params, strict=True)
         self.heard: set[int] = set()  # leaves whose gradients have come since the last call
-        self._nodes = [_delivering(*pair, self.heard) for pair in pairs if pair[0].requires_grad]
+
+        def delivering(leaf: nn.Parameter, param: Any) -> tuple[Any, Any]:
+            return _delivering(leaf, param, self.heard, came)
+
+        self._nodes = [delivering(*pair) for pair in pairs if pair[0].requires_grad]
         slots = zip(self._slots, self._mine, strict=True)
         self._nodes += [_adding(slot, params[i], self.heard) for slot, i in slots]
 
@@ -94,6 +99,20 @@ class Group:
             _take_over(params[i])
         waiting = [i for i in self._mine if params[i].unsharded_accumulated_grad is not None]
         self.reduces(waiting if group.reduce_grads else None)
+
+    def reduce_waiting(self) -> None:
+        """Reduce earlier gradients that the last backward has not, as FSDP2 does where no parameter
+        of the group is used in it."""
+        params = self.group.fsdp_params
+        waiting = [i for i in self._mine if params[i].unsharded_accumulated_grad is not None]
+        if not waiting or not self.group.reduce_grads:
+            return
+        with torch.no_grad():
+            earlier = [params[i].unsharded_accumulated_grad for i in waiting]
+            reduction = _reduction_of(self._layout, waiting, waiting)
+            found = reduction([None] * len(params), earlier)
+            for i in waiting:
+                _deliver(params[i], found[i])
 
     def refresh(self) -> None:
         """Read the memory that FSDP2 reads: a loaded state dict may have brought another. Free what
@@ -336,10 +355,10 @@ def _reduction_of(
     alone, scatter_op, reduce_op = layout.alone, layout.scatter_op, layout.reduce_op
     numels = [math.prod(size) for size in layout.shards]
 
-    def part_of(gradient: Tensor, i: int, earlier: Sequence[Tensor]) -> Tensor:
+    def part_of(gradient: Any, i: int, earlier: Sequence[Tensor]) -> Tensor:
         if i in held:
             waited = earlier[held.index(i)]
-            gradient = waited + gradient.to(waited.dtype)
+            gradient = waited if gradient is None else waited + gradient.to(waited.dtype)
         if dims[i] and ranks > 1:
             gradient = torch.cat(torch.chunk(gradient, ranks, dims[i]))
         return gradient if reduced is None else gradient.to(reduced)
@@ -359,7 +378,7 @@ def _reduction_of(
         return flat.to(own)
 
     def reduction(
-        gradients: Sequence[Tensor], earlier: Sequence[Tensor]
+        gradients: Sequence[Tensor | None], earlier: Sequence[Tensor]
     ) -> tuple[Tensor | None, ...]:
         back: list[Tensor | None] = [None] * (len(dims) + len(held))
         each = [part_of(gradients[i], i, earlier) for i in mine]
@@ -373,7 +392,9 @@ def _reduction_of(
     return reduction
 
 
-def _delivering(leaf: nn.Parameter, param: Any, heard: set[int]) -> tuple[Any, Any]:
+def _delivering(
+    leaf: nn.Parameter, param: Any, heard: set[int], came: Callable[[], None]
+) -> tuple[Any, Any]:
     """Have each gradient of a leaf moved into `.grad` of its parameter, as FSDP2's reduction
     ends. The hook is on autograd's node that adds to `leaf.grad`, which lives as long as it is
     held, and must not hold the group."""
@@ -383,17 +404,23 @@ def _delivering(leaf: nn.Parameter, param: Any, heard: set[int]) -> tuple[Any, A
         if flat is None:
             return
         heard.add(id(leaf))
-        param.unsharded_accumulated_grad = None
-        mine = flat.as_strided(param.sharded_size, param.contiguous_sharded_stride)
-        target = param.sharded_param
-        if target.grad is None:
-            target.grad = param.to_sharded_dtensor(mine)
-        else:
-            target.grad._local_tensor.add_(mine)
-        for hook in (getattr(target, "_post_accumulate_grad_hooks", None) or {}).values():
-            hook(target)
+        _deliver(param, flat)
+        came()
 
     return _held(leaf, deliver)
+
+
+def _deliver(param: Any, flat: Any) -> None:
+    """Add a reduced gradient to that of the sharded parameter; what was waiting is in it."""
+    param.unsharded_accumulated_grad = None
+    mine = flat.as_strided(param.sharded_size, param.contiguous_sharded_stride)
+    target = param.sharded_param
+    if target.grad is None:
+        target.grad = param.to_sharded_dtensor(mine)
+    else:
+        target.grad._local_tensor.add_(mine)
+    for hook in (getattr(target, "_post_accumulate_grad_hooks", None) or {}).values():
+        hook(target)
 
 
 def _adding(slot: nn.Parameter, param: Any, heard: set[int]) -> tuple[Any, Any]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -41,8 +42,10 @@ class Lowered:
     """The parts of a model that FSDP2 shards, and what takes the place of its hooks. False if there
     are none."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, by_engine: bool = False) -> None:
+        """`by_engine`: autograd's engine runs each backward, and at its end reduces what is left of
+        backwards before."""
+        self._model, self._by_engine = model, by_engine
         self._roots: list[_Root] = []
         self._open = False  # may the backward of the last call still come?
         self.look()
@@ -58,7 +61,7 @@ class Lowered:
     def look(self) -> None:
         """Look again which parts are sharded, if none was."""
         if not self._roots:
-            self._roots = [_Root(module, state) for module, state in _outermost(self._model)]
+            self._roots = [_Root(*found, self._by_engine) for found in _outermost(self._model)]
 
     def gather_first(self, error: Exception) -> bool:
         """Have the root gather all, if no hook may because of a checkpoint in the model's code, as
@@ -125,8 +128,9 @@ class Lowered:
 class _Root:
     """A module with FSDP2's state, that no other is around, and its groups."""
 
-    def __init__(self, module: nn.Module, state: Any) -> None:
-        self.module, self._state = module, state
+    def __init__(self, module: nn.Module, state: Any, by_engine: bool) -> None:
+        self.module, self._state, self._by_engine = module, state, by_engine
+        self._queued = False  # will the engine call `finish`?
         self._groups: list[Any] = []
         self._kind: Any = None
         self.gathers_first = _checkpoints(module)
@@ -159,11 +163,24 @@ class _Root:
             self._lower(states)
             self._kind = kind
             self.version += 1
+        self._queued = False  # a backward may have failed
         for group in self._groups:
             refuse_accumulation(group.group, whole)
             group.refresh()
             group.begin()
             group.heard.clear()
+
+    def finish(self) -> None:
+        """Reduce what backwards before have left and no graph has reduced."""
+        self._queued = False
+        for group in self._groups:
+            group.reduce_waiting()
+
+    def _came(self) -> None:
+        """A gradient has come: more may wait when the backward ends."""
+        if self._by_engine and not self._queued:
+            self._queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -214,7 +231,13 @@ class _Root:
                     "kernels would be lost"
                 )
         theirs = [group for state in states for group in state._fsdp_param_groups]
-        made = {group: Group(group, number) for number, group in enumerate(theirs)}
+        came = weakref.WeakMethod(self._came)  # hooks that hold the root would never be freed
+
+        def tell() -> None:
+            if (call := came()) is not None:
+                call()
+
+        made = {group: Group(group, number, tell) for number, group in enumerate(theirs)}
         self._groups = list(made.values())
         run = _Forward(self._groups)
         self.gathers_first |= _checkpoints(self.module)
@@ -289,7 +312,18 @@ def _cast(dtype: torch.dtype, values: Any) -> Any:
     from torch.distributed.fsdp._fully_shard._fsdp_common import _cast_fp_tensor
     from torch.distributed.utils import _apply_to_tensors
 
-    return _apply_to_tensors(functools.partial(_cast_fp_tensor, dtype), values)
+    cast = functools.partial(_cast_fp_tensor, dtype)
+
+    def apply(value: Any) -> Any:
+        if isinstance(value, (int, float, str)):
+            return value  # Dynamo does not look for attributes of a symbolic number
+        if type(value) in (list, tuple):
+            return type(value)([apply(each) for each in value])
+        if type(value) is dict:
+            return {key: apply(each) for key, each in value.items()}
+        return _apply_to_tensors(cast, value)
+
+    return apply(values)
 
 
 def _reading_as(kind: Any, named: Iterable[str]) -> type:
