@@ -14,7 +14,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from overlapc.core import __version__ as __version__
+from overlapc import core
 from overlapc.core.errors import Infeasible, OverlapcError
 from overlapc.core.files import load_plan, save_plan
 from overlapc.core.ir import Plan
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from overlapc.runtime.hosted import PipelineSchedule
     from overlapc.runtime.pipeline import Pipeline
     from overlapc.runtime.train_step import TrainStep
+
+__version__ = core.__version__
 
 _LATER = {
     "Options": "overlapc.planning.options",

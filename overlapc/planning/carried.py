@@ -99,7 +99,7 @@ def _starts(planned: Trace, trace: Trace) -> tuple[list[int], list[int]]:
     )
 
     def kinds(each: Trace, places: Sequence[int]) -> list[tuple[str, str]]:
-        return [(each.ops[i].piece.letter, each.ops[i].signature.split()[0]) for i in places]
+        return [(each.ops[i].piece.letter, each.ops[i].signature.partition(" ")[0]) for i in places]
 
     return (ones, others) if kinds(planned, ones) == kinds(trace, others) else ([], [])
 

@@ -143,8 +143,8 @@ def test_ranks_whose_loads_differ_decide_where_that_counts():
 
 def test_profiles_travel_between_ranks_unchanged():
     profile = Profile({"f": Cost(10, 20, 30, "measured")}, Slowdown(1100, 1500), {"torch": "2"})
-    sent = agreement._pack(profile, {"h": 8})
-    assert agreement._unpack(json.loads(sent)) == profile
+    sent = json.dumps(agreement.packed(profile))
+    assert agreement._unpacked(json.loads(sent)) == profile
 
 
 # --- what does not fit, and solvers that fail ---------------------------------------------------
