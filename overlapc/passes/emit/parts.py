@@ -241,13 +241,18 @@ def _piece(backward: Part, turns: Mapping[fx.Node, int], letter: str) -> Part:
     handed_on = [n for n in results if n.op == "placeholder" and letter == "I" and n not in copy]
     for node in dict.fromkeys(handed_on):  # an incoming gradient that is returned unchanged
         copy[node] = graph.placeholder(node.name)
-    takes = [outside.get(node, node.name) for node in copy]
+
+    def key_of(node: fx.Node) -> str:
+        """(The forward may have a node of the same name: a generator's state.)"""
+        return outside.get(node, f"{node.name} of the backward")
+
+    takes = [key_of(node) for node in copy]
     for node in mine:
         copy[node] = graph.node_copy(node, copy.__getitem__)
     gives = {}
     for node, new in copy.items():
         if any(turns.get(user, turn) > turn for user in node.users):
-            gives[outside.get(node, node.name)] = new
+            gives[key_of(node)] = new
     for node, name in zip(results, backward.gives, strict=True):
         if turns.get(node, _TURNS["I"]) == turn:
             gives[name] = copy[node]
