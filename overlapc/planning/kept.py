@@ -40,6 +40,7 @@ class KeptPlans:
         from overlapc.profiler.cache import default_path
 
         self.path: Path | None = None
+        self._estimated = options.profile == "estimate"
         self.content: dict[str, Any] = {}
         if not options.cache:
             return
@@ -48,6 +49,7 @@ class KeptPlans:
         sizes = [value.bytes for value in trace.values]  # a digest has no sizes of symbols
         names = [op.name for op in trace.ops]
         graph = [VERSION, __version__, trace.digest, names, sizes, conditions, len(profiles)]
+        graph += [options.profile, str(options.hardware) if self._estimated else ""]
         self.path = costs.with_suffix(".plans") / f"{_hashed([json.dumps(graph)])}.json"
 
     def costs(self, now: Sequence[Mapping[str, Any]]) -> str:
@@ -58,8 +60,9 @@ class KeptPlans:
         try:
             found = read_json(self.path, _KIND)
             known = found["overlapc"] == _KIND and found["version"] == VERSION
+            near = _same if self._estimated else _near
             pairs = zip(found["ranks"], now, strict=True)
-            if known and all(_near(*pair) for pair in pairs) and dict(found["plans"]):
+            if known and all(near(*pair) for pair in pairs) and dict(found["plans"]):
                 self.content = found
                 return json.dumps([found["ranks"], float(found["adding"])])
         except (FileError, ValueError, TypeError, LookupError, AttributeError):
@@ -104,6 +107,11 @@ def _hashed(texts: Iterable[str]) -> str:
     for text in texts:
         found.update(text.encode() + b"\0")
     return found.hexdigest()[:24]
+
+
+def _same(kept: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Are estimates the same? (A hardware file or a cache of op times may have changed.)"""
+    return bool(kept["costs"] == now["costs"] and kept["slowdown"] == now["slowdown"])
 
 
 def _near(kept: Mapping[str, Any], now: Mapping[str, Any]) -> bool:

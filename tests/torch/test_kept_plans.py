@@ -12,6 +12,7 @@ import torch
 import overlapc
 from overlapc.core.text import format_plan
 from overlapc.planning import road
+from overlapc.planning.kept import _near
 from tests.torch.zoo import MLP
 
 
@@ -64,13 +65,25 @@ def test_each_budget_is_asked_once_on_the_same_costs(tmp_path: Path, searched: l
     assert len(kept(cache)) == 1
 
 
-def test_other_costs_are_planned_anew(tmp_path: Path, searched: list[int]) -> None:
+def test_times_are_near_within_a_factor_of_two() -> None:
+    now = {"costs": {"f": [100, 0, 8, ""], "g": [50, 40, 0, ""]}, "slowdown": [1000, 1000]}
+    for factor, is_near in ((1.9, True), (0.6, True), (2.1, False), (0.4, False)):
+        for place in (0, 1):
+            costs = {name: list(cost) for name, cost in now["costs"].items()}
+            for cost in costs.values():
+                cost[place] = int(cost[place] * factor)
+            assert _near({**now, "costs": costs}, now) == is_near
+    costs = {**now["costs"], "f": [100, 0, 9, ""]}
+    assert not _near({**now, "costs": costs}, now)
+
+
+def test_other_estimates_are_planned_anew(tmp_path: Path, searched: list[int]) -> None:
     cache = tmp_path / "costs.json"
     first = started(cache, profile="estimate")
     (path,) = kept(cache)
     content = json.loads(path.read_text())
     for cost in content["ranks"][0]["costs"].values():
-        cost[0] *= 3
+        cost[0] += 1
     path.write_text(json.dumps(content))
     assert started(cache, profile="estimate") == first
     assert len(searched) == 2
