@@ -44,6 +44,8 @@ from overlapc.runtime.foreign import (
     FIRST_CALL,
     TWIN,
     refuse_foreign,
+    refuse_sharded_twin,
+    refuse_slices,
     refuse_unmade,
     sharded_by,
     unmade,
@@ -183,6 +185,8 @@ class Optimized(Door):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         engine = _engine(self)
+        if not engine.called:
+            refuse_sharded_twin(self, engine.model)
         engine.called = True
         if not torch.is_grad_enabled() and engine.sliced is None:
             return engine.model(*args, **kwargs)
@@ -315,6 +319,8 @@ class _Engine:
         if not self.made and (what := unmade(self.model)):
             warn(f"overlapc runs this call {FIRST_CALL}: {what}")
             return self.model(*args, **kwargs)
+        if self.sliced is not None and not self.made:
+            refuse_slices(self.model, self.options.slices)
         self.made = True
         return self.uncut(args, kwargs) if self.sliced is None else self.sliced(args, kwargs)
 
@@ -362,8 +368,10 @@ class _Engine:
     def _in_its_place(self, args: Any, kwargs: Any) -> Any:
         """Run a model that FSDP2 shards: as one graph, or as FSDP2 runs it, from the call on that
         cannot be one."""
+        if self.lowered.is_open:
+            return self.model(*args, **kwargs)
         try:
-            self.lowered.refuse_open()
+            self.lowered.refuse_twice()
             results = self._as_one_graph(args, kwargs)
         except CaptureError as error:
             refused = error
@@ -465,6 +473,13 @@ _UNSEEN = (
 )
 
 
+_SHARDED = "_get_fsdp_state"  # of a module that FSDP2 shards, which it knows by its identity
+
+
+def _state_of_fsdp2(self: Any) -> Any:
+    return getattr(_engine(self).model, _SHARDED)()
+
+
 def _watched(step: Callable[..., Any]) -> Callable[..., Any]:
     """A model's `training_step` that says so, once, if nothing of it can be planned."""
 
@@ -493,6 +508,8 @@ def _twin(model: Any, options: Options) -> Any:
     own: dict[str, Any] = {"__slots__": (TWIN,), "__module__": base.__module__}
     if callable(step := getattr(base, _STEP, None)):
         own[_STEP] = _watched(step)
+    if hasattr(base, _SHARDED):
+        own[_SHARDED] = _state_of_fsdp2
     kind = type(base.__name__, (Optimized, base), own)
     twin: Any = object.__new__(kind)
     object.__setattr__(twin, "__dict__", model.__dict__)

@@ -51,6 +51,16 @@ class Overlap(TrainerCallback):  # type: ignore[misc]  # transformers may be abs
         if self.planned is not None:
             self.planned.restore()
 
+    def __getattr__(self, name: str) -> Any:
+        """What the model's twin says: `graphs`, `fallbacks`, `differences`, `step_ms` …"""
+        if name.startswith("_") or name in ("planned", "merged", "options"):
+            raise AttributeError(name)
+        if self.planned is None:
+            raise AttributeError(
+                f"nothing is planned yet: expected trainer.train() before .{name} is read"
+            )
+        return getattr(self.planned, name)
+
     def explain(self) -> str:
         """What is hidden, and what is not."""
         if self.planned is None:

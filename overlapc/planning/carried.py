@@ -38,9 +38,10 @@ def carried(
     pairs = _pairs(planned.trace, gradients, problem.trace, theirs)
     needs = Needs(problem.trace)
     kept = frozenset(_kept(report.plan.saved, planned.trace, needs.trace, pairs))
-    # What the planned trace has no op for is made again, or kept if collectives would be, too.
-    for storages in (kept, kept | frozenset(_new(needs.trace, pairs))):
-        choice = needs.complete(storages)
+    first = needs.complete(kept)
+    more = frozenset(_gathered_again(needs.trace, first, report.plan, pairs))
+    # What the plan has no value for is made again, or kept if collectives would be, too.
+    for choice in (first, needs.complete(kept | more)):
         plans = [_carried(report.plan, planned, problem, choice, pairs)]
         if report.merged is not None:
             both = merge(problem, step.lag)
@@ -164,12 +165,21 @@ def _kept(
             yield from (trace.value[other].storage for other in made[place : place + 1])
 
 
-def _new(trace: Trace, pairs: Mapping[str, str]) -> Iterator[str]:
-    """Storages that the backward reads of ops that the planned trace lacks."""
+def _gathered_again(
+    trace: Trace, choice: Choice, plan: Plan, pairs: Mapping[str, str]
+) -> Iterator[str]:
+    """Storages that a choice makes again from collectives which the plan does not issue again."""
+    again, planned = set(choice.recomputed), set(plan.recomputed)
+    made: set[str] = set()  # ops that run again only with such a collective
     for op in trace.ops:
-        if op.is_forward and op.name not in pairs:
-            for name in op.outputs:
-                if any(not user.is_forward for user in trace.users[name]):
+        if op.name in again:
+            new = op.role == "start" and pairs.get(op.name) not in planned
+            if new or any(trace.value[name].producer in made for name in op.inputs):
+                made.add(op.name)
+    for op in trace.ops:
+        if not op.is_forward or op.name in again - made:
+            for name in op.inputs:
+                if trace.value[name].producer in made:
                     yield trace.value[name].storage
 
 

@@ -134,7 +134,9 @@ class Options:
             if name not in DEFAULTS:
                 known = [each for each in DEFAULTS if each not in REFUSED[door]]
                 known += _OF_ITS_OWN.get(door, ())
-                raise OptionError(f"option {name!r}: expected one of {', '.join(known)}")
+                owners = [other for other, own in _OF_ITS_OWN.items() if name in own]
+                whose = f" ({name} is of {' and '.join(owners)})" if owners else ""
+                raise OptionError(f"option {name!r}: expected one of {', '.join(known)}{whose}")
         options = cls(**given)
         sliced = door == "optimize" and options.slices != 1
         who = _WITH_SLICES if sliced else door

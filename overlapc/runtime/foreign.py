@@ -4,6 +4,7 @@ meets: `untraced` keeps it out."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from itertools import chain
 from typing import Any, TypeVar
@@ -87,12 +88,24 @@ def refuse_sharded(model: nn.Module) -> None:
         )
 
 
-def refuse_slices(model: nn.Module, slices: int) -> None:
-    """Raise for slices of a model that FSDP2 shards."""
-    if slices > 1 and sharded_by(model) == "FSDP2":
+def refuse_sharded_twin(twin: nn.Module, model: nn.Module) -> None:
+    """Raise for what `optimize` returned if FSDP2 shards it and not the model."""
+    fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
+    if fsdp is None or fsdp._get_module_fsdp_state(model) is not None:
+        return
+    if fsdp._get_module_fsdp_state(twin) is not None:
         raise OptionError(
-            f"slices={slices}: found a model that FSDP2 shards, whose parameters each slice would "
-            "gather; expected slices left out: microbatches hide each other's gathers"
+            "fully_shard was called on what overlapc.optimize returned; expected it on the model: "
+            "fully_shard(model), then overlapc.optimize(model)"
+        )
+
+
+def refuse_slices(model: nn.Module, slices: int | str) -> None:
+    """Raise for slices of a model that FSDP2 shards."""
+    if slices != 1 and sharded_by(model) == "FSDP2":
+        raise OptionError(
+            f"slices={slices!r}: found a model that FSDP2 shards, whose parameters each slice "
+            "would gather; expected slices left out: microbatches hide each other's gathers"
         )
 
 

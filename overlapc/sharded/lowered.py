@@ -47,7 +47,8 @@ class Lowered:
         backwards before."""
         self._model, self._by_engine = model, by_engine
         self._roots: list[_Root] = []
-        self._open = False  # may the backward of the last call still come?
+        self._open = False  # may the backward of the last planned call still come?
+        self._passed_over = False  # has FSDP2 run a call since, for that reason?
         self.look()
 
     def __bool__(self) -> bool:
@@ -89,17 +90,29 @@ class Lowered:
                 stack.enter_context(root.swapped())
             yield
 
-    def refuse_open(self) -> None:
-        """Raise if the last call has had no backward yet: FSDP2 adds up what both calls give to
-        parameters outside of blocks, and reduces the sum. (Ranks must not judge by what they keep:
-        they would go apart.)"""
-        if self._open and not any(root.delivered for root in self._roots):
+    @property
+    def is_open(self) -> bool:
+        """Has the last planned call had no backward yet? Then FSDP2 runs this call: what both calls
+        give to parameters outside of blocks it would add up, and reduce the sum. (Ranks must not
+        judge by what they keep: they would go apart.)"""
+        was_open = self._open and not self._delivered
+        if was_open:
+            self._open, self._passed_over = False, True
+        return was_open
+
+    def refuse_twice(self) -> None:
+        """Raise if the call before the last has had its backward late: together with the last."""
+        if self._passed_over and self._delivered:
             raise CaptureError(
-                "it is called again before a backward of the call before; FSDP2 reduces gradients "
-                "of both together, and the planned call's alone: this step may differ by a "
+                "it was called again before a backward of the call before; FSDP2 reduces gradients "
+                "of both together, and the planned call's alone: the last step may differ by a "
                 "rounding, later ones do not. Expected evaluation under torch.no_grad()"
             )
-        self._open = False
+        self._open = self._passed_over = False
+
+    @property
+    def _delivered(self) -> bool:
+        return any(root.delivered for root in self._roots)
 
     def ran(self) -> None:
         """A planned call has run: its backward may come."""

@@ -26,13 +26,16 @@ class Branches(nn.Module):
         self.stem, self.extra = nn.Linear(8, 8), nn.Linear(8, 5)
         self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
 
-    def forward(self, x: Tensor, left_out: int = 9, extra: bool = False, times: int = 1) -> Tensor:
+    def forward(
+        self, x: Tensor, left_out: int = 9, extra: str = "", times: int = 1, skipped: bool = False
+    ) -> Tensor:
         h = F.gelu(self.stem(x))
         for i, block in enumerate(self.blocks):
             if i != left_out:
                 h = h + F.gelu(block(h))
         loss = h.float().square().mean() * times
-        return loss + self.extra(x).float().square().mean() if extra else loss
+        read = x if extra == "alone" else h
+        return loss + self.extra(read).float().square().mean() if extra else loss
 
 
 def late(_step: int, i: int) -> dict[str, Any]:
@@ -46,7 +49,17 @@ def early(_step: int, i: int) -> dict[str, Any]:
 
 def odd(step: int, _i: int) -> dict[str, Any]:
     """Parameters of the root's group are used from the second step on, in every other."""
-    return {"extra": step % 2 == 1}
+    return {"extra": "alone" if step % 2 == 1 else ""}
+
+
+def on_top(step: int, _i: int) -> dict[str, Any]:
+    """The same, and the backward of the other parts needs them."""
+    return {"extra": "on top" if step % 2 == 1 else ""}
+
+
+def skipped(step: int, i: int) -> dict[str, Any]:
+    """A microbatch without a backward, as where a loss is not finite."""
+    return {"skipped": i == 0 and step in (1, 2)}
 
 
 def numbers(step: int, i: int) -> dict[str, Any]:
@@ -71,9 +84,11 @@ def seen(flags: Flags, together: bool, half: bool, planned: bool) -> tuple[list[
     for step in range(4):
         made = torch.Generator().manual_seed(10 * step + dist.get_rank())
         for i in range(2):
-            model.set_requires_gradient_sync(i == 1 or not together)
-            loss = call(torch.randn(4, 8, generator=made), **flags(step, i))
-            loss.backward()
+            call.set_requires_gradient_sync(i == 1 or not together)
+            given = flags(step, i)
+            loss = call(torch.randn(4, 8, generator=made), **given)
+            if not given.get("skipped"):
+                loss.backward()
             found.append(loss.detach())
         grads = [p.grad for p in model.parameters()]
         found += [None if grad is None else grad.to_local().clone() for grad in grads]
@@ -89,6 +104,8 @@ def _compared(_rank: int, _ranks: int) -> list[tuple[str, bool, list[str], list[
         (late, True, False),
         (early, True, False),
         (odd, False, False),
+        (on_top, False, False),
+        (skipped, False, False),
         (numbers, False, True),
     ):
         expected, _ = seen(flags, together, half, False)

@@ -44,6 +44,33 @@ def test_a_step_of_a_sharded_model_is_planned(alone: None) -> None:
     assert all(torch.equal(a.grad.full_tensor(), b.grad.full_tensor()) for a, b in pairs)
 
 
+def test_what_fsdp2_adds_to_a_model_works_on_its_twin(alone: None) -> None:
+    x, model = randn(4, 16), sharded(alone)
+    twin: Any = overlapc.optimize(model, profile="estimate")
+    twin.set_requires_gradient_sync(False)
+    twin(x).square().mean().backward()
+    twin.set_requires_gradient_sync(True)
+    twin(x).square().mean().backward()
+    twin.unshard()
+    twin.reshard()
+    assert all(p.grad is not None for p in model.parameters())
+    assert twin.fallbacks == []
+
+
+def test_sharding_what_optimize_returned_is_refused_by_name(alone: None) -> None:
+    model: Any = overlapc.optimize(MLP(2), profile="estimate")
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(OptionError, match=r"expected it on the model: fully_shard\(model\)"):
+        model(randn(4, 16))
+
+
+@pytest.mark.parametrize("slices", [2, "auto"])
+def test_slices_of_a_sharded_model_are_refused_by_name(alone: None, slices: Any) -> None:
+    model: Any = overlapc.optimize(sharded(alone), profile="estimate", slices=slices)
+    with pytest.raises(OptionError, match="found a model that FSDP2 shards"):
+        model(randn(4, 16))
+
+
 class Prints(MLP):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.layers[0](x)
