@@ -35,6 +35,7 @@ from overlapc.solvers.constants import AT_BOUND, FEW, LADDER, LARGE, RUNGS, SMAL
 from overlapc.solvers.field import baselines
 from overlapc.solvers.field.modules import PREFIX, by_module, modules_of
 from overlapc.solvers.order.merging import merged_plans
+from overlapc.solvers.order.placing import can_place, placed
 from overlapc.tools.collecting import of_young_alone
 
 __all__ = [
@@ -130,7 +131,8 @@ def solve(
             return _overlap(problem, best).plan()
         tried = generators(problem, solver, torch_choices, best)
         if solver != "opt":
-            best.take(chain.from_iterable(tried.values()))
+            if not best.take(chain.from_iterable(tried.values())):
+                best.take_placed()
             return best.plan()
         known = chain(tried.pop("baselines"), tried.pop("sizes"), tried.pop("others'"))
         last = () if len(problem.trace.ops) <= SMALL else tried.pop("ladder")
@@ -158,7 +160,8 @@ def _overlap(problem: Problem, best: _Best) -> _Best:
     if not best.take(make(problem) for make in BASELINES.values()):
         unlimited = replace(problem, budget_bytes=None)  # so the goal is the same for every budget
         best.goal_ns = int(bound_ns(unlimited) * AT_BOUND)
-        best.take(chain.from_iterable(generators(problem, "overlap", (), best).values()))
+        if not best.take(chain.from_iterable(generators(problem, "overlap", (), best).values())):
+            best.take_placed()
     return best
 
 
@@ -330,6 +333,8 @@ class _Best:
         self.smallest: int | None = None
         self.offered = 0
         self.least = Least(problem)
+        self.places = can_place(problem)
+        self.tried: list[tuple[int, int, Plan]] = []  # time, peak; only of what may be placed
 
     def take(self, plans: Iterable[Plan]) -> bool:
         """Judge plans until one reaches the goal; return whether one did."""
@@ -338,9 +343,11 @@ class _Best:
             self.offered += 1
             peak = peak_bytes(self.problem, plan)
             self.smallest = peak if self.smallest is None else min(self.smallest, peak)
+            if self.places:
+                self.tried.append((step_ns(self.problem, plan), peak, plan))
             if budget is not None and peak > budget:
                 continue
-            key = step_ns(self.problem, plan), peak
+            key = self.tried[-1][0] if self.places else step_ns(self.problem, plan), peak
             if self.than_ns is not None and key[0] >= self.than_ns:
                 continue
             if self.found is None or key < self.found[0]:
@@ -348,6 +355,20 @@ class _Best:
             if key[0] <= self.goal_ns:
                 return True
         return False
+
+    def take_placed(self) -> None:
+        """Judge plans with the gathers and reductions placed of those that no other beats in both
+        time and peak. They do not depend on the budget."""
+        front: list[Plan] = []
+        least: int | None = None
+        for _, peak, plan in sorted(self.tried, key=lambda each: each[:2]):
+            if least is None or peak < least:
+                least = peak
+                front.append(plan)
+        self.places = False
+        for plan in front:
+            if self.may_count(self.least.ns(choice_of(self.problem, plan))):
+                self.take(placed(self.problem, plan))
 
     def worth(self, choice: Choice) -> bool:
         """Could a plan of this choice be the result? Skipping those that could not changes no

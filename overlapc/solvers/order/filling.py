@@ -114,7 +114,7 @@ class _Filling:
         refused: set[int] = set()
         while True:
             begin, end = self.at[start], self.at[wait]
-            left = self.work.comm[start % self.work.count]
+            left = self.work.comm_beside[start % self.work.count]
             left -= sum([self.took[n] for n in self.order[begin:end]])
             if left <= 0:
                 return

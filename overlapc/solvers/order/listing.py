@@ -176,7 +176,7 @@ class Listing:
         self.done.add(n)
         if work.roles[n] == "start":
             lane = self.lanes.setdefault(work.ops[n % work.count].lane, Lane())
-            self.ends[n] = lane.put(work.comm[n % work.count], self.clock.free_ns)
+            self.ends[n] = lane.put(work.comm_beside[n % work.count], self.clock.free_ns)
             self.quiet_ns = max(self.quiet_ns, self.ends[n])
         for user in work.after[n]:
             missing[user] -= 1

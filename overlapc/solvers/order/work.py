@@ -52,10 +52,13 @@ class Work:
         self.index = {op.name: i for i, op in enumerate(trace.ops)}
         self.size = {value.storage: value.bytes for value in trace.values}
         self.lasting = {trace.value[name].storage for name in trace.outputs}
-        self.kept = {trace.value[name].storage for name in self.choice.saved}
+        self.saved = frozenset(self.choice.saved)
+        self.kept = {trace.value[name].storage for name in self.saved}
         costs = self.problem.costs
         self.compute = [cost.compute_ns for cost in costs]
         self.comm = [cost.comm_ns for cost in costs]
+        slow_permille = self.problem.profile.slowdown.comm_permille
+        self.comm_beside = [ns * slow_permille // 1000 for ns in self.comm]  # compute runs, too
         self.space = [cost.workspace_bytes for cost in costs]
 
     def lasts(self, place: Place) -> bool:
@@ -296,7 +299,7 @@ def _link(work: Work) -> dict[int, set[int]]:
     trace, count = work.problem.trace, work.count
     values, resident, index = trace.value, trace.resident, work.index
     forward = trace.numbered.forward
-    saved = set(work.choice.saved)
+    saved = work.saved
     before: dict[int, set[int]] = {n: set() for n in work.nodes}
     after = work.after = {n: [] for n in work.nodes}
     home: dict[tuple[str, int], Place] = {}  # (value, node that made it) -> its place
