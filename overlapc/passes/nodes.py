@@ -21,6 +21,7 @@ from overlapc.core.ir import Kind
 from overlapc.core.merge import BEFORE, TOTAL
 from overlapc.passes.storages import tensors_of
 
+_ONCE = "overlapc_once"
 _OURS = "__self__.model"  # where a method of ours that calls the model has it
 
 
@@ -91,7 +92,7 @@ def is_recomputable(node: fx.Node) -> bool:
     """May this op run a second time? Not if it mutates, if it makes numbers rather than tensors, or
     if it draws random numbers in a subgraph, where PyTorch cannot repeat the draw. (Nor if an input
     has been mutated since: see `changed_inputs`.)"""
-    if is_sym_node(node) or not tensors_of(node.meta.get("val")):
+    if is_sym_node(node) or not tensors_of(node.meta.get("val")) or _ONCE in node.meta:
         return False
     inner = list(_inner_nodes(node))
     # PyTorch keeps the states of random ops for the device that their arguments name.
@@ -99,7 +100,12 @@ def is_recomputable(node: fx.Node) -> bool:
         return False
     if is_before(node) or is_total(node):  # what it reads is another slice's
         return False
-    return not any(_is_mutable(n) for n in (node, *inner))
+    return not any(writes(n) for n in (node, *inner))
+
+
+def once(node: fx.Node) -> None:
+    """Have the op not run a second time."""
+    node.meta[_ONCE] = True
 
 
 def is_before(node: fx.Node) -> bool:
@@ -149,7 +155,8 @@ def line_of(node: fx.Node) -> str:
     return frames[-1] if frames else "of no known source"
 
 
-def _is_mutable(node: fx.Node) -> bool:
+def writes(node: fx.Node) -> bool:
+    """Does the op write into what it is given?"""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and bool(schema.is_mutable)
 

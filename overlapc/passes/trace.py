@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import fx
+from torch._ops import OpOverload
 from torch.fx.graph import _Namespace
 
 from overlapc.core.errors import CaptureError
@@ -33,6 +33,7 @@ from overlapc.passes.nodes import (
     module_of,
     primal_nodes,
     signature_of,
+    writes,
 )
 from overlapc.passes.roles import weight_grads
 from overlapc.passes.storages import aliases, is_view, same_storage, storage_bytes
@@ -259,8 +260,10 @@ def changed_inputs(joint: fx.GraphModule) -> set[str]:
     written = [_whole(desc) for desc in output.meta.get("desc", ())]
     targets = [w.mutated_input for w in written if isinstance(w, InputMutationAOTOutput)]
     changed = {node.name for node in inputs if _whole(node.meta.get("desc")) in targets}
-    for node in joint.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
-        changed.add(node.args[0].name)
+    for node in joint.graph.nodes:
+        of_aten = isinstance(node.target, OpOverload) and node.target.namespace == "aten"
+        if of_aten and writes(node):
+            changed.add(node.args[0].name)
     return changed
 
 

@@ -1,0 +1,207 @@
+"""A step that was traced as one graph gives every bit that it gave before, in whatever legal order
+a plan puts it."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, fx, nn
+from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from overlapc.core.check import check
+from overlapc.core.errors import CaptureError, Infeasible
+from overlapc.passes.whole import WholeStep
+from overlapc.planning.options import Options
+from overlapc.planning.problem import formulate
+from overlapc.profiler.estimate import estimate
+from overlapc.profiler.hardware import load_hardware
+from overlapc.ranks.groups import Attempts
+from overlapc.runtime.whole import plan_step
+from overlapc.solvers.choose.choice import Needs, plan_on_demand
+from tests.torch.exact import randn
+from tests.torch.random_models import ROWS, WIDTH, RandomModel, Recipe, recipes
+from tests.torch.test_random_graphs import shuffled, within, world
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*treespec:FutureWarning")
+OTHERS_READ = "writes into a value that others read"
+
+
+class Step:
+    """A step of a model as one graph: its inputs are parameters, buffers and a batch, its results a
+    loss and the gradients of the parameters."""
+
+    def __init__(self, model: nn.Module, *batch: Tensor) -> None:
+        self.names = [name for name, p in model.named_parameters() if p.requires_grad]
+        state = dict(model.named_parameters()) | dict(model.named_buffers())
+        order = [*self.names, *(name for name in state if name not in self.names)]
+        self.static = len(order)
+
+        def step(*given: Tensor) -> list[Tensor]:
+            named = dict(zip(order, given[: self.static], strict=True))
+            made = functional_call(model, named, given[self.static :])
+            made = made if isinstance(made, tuple) else (made,)
+            wanted = [named[name] for name in self.names]
+            loss = torch.stack([one.float().square().mean() for one in [*made, *wanted]]).sum()
+            return [loss, *torch.autograd.grad(loss, wanted)]
+
+        self.inputs = [state[name].detach().clone() for name in order] + [*batch]
+        for tensor in self.inputs[: len(self.names)]:
+            tensor.requires_grad_()
+        self.graph = make_fx(step, tracing_mode="fake")(*self.inputs)
+        self.gradients = {i: i + 1 for i in range(len(self.names))}
+
+    def copied(self) -> WholeStep:
+        return WholeStep(copy.deepcopy(self.graph), self.gradients, range(self.static))
+
+    def run(self, graph: fx.GraphModule) -> list[Tensor]:
+        """What the graph returns and leaves in its inputs, with the same random numbers."""
+        inputs = [tensor.detach().clone() for tensor in self.inputs]
+        torch.manual_seed(5)
+        with torch.no_grad():
+            return [*graph(*inputs), *inputs]
+
+    def same(self, graph: fx.GraphModule) -> bool:
+        pairs = zip(self.run(self.graph), self.run(graph), strict=True)
+        return all(torch.equal(a, b) and a.stride() == b.stride() for a, b in pairs)
+
+
+@pytest.mark.timeout(3600)
+def test_any_legal_plan_of_any_step() -> None:
+    """20 examples in `make test`, 300 in `make test-all`."""
+    seen: Counter[str] = Counter()
+
+    @settings(max_examples=max(20, 3 * settings.default.max_examples // 4))
+    @given(
+        recipe=recipes(),
+        how=st.sampled_from(["any", "any", "overlap", "heu", "full", "none"]),
+        share=st.sampled_from([0.0, 0.0, 0.3, 0.6, 1.0]),
+        seed=st.integers(0, 1 << 30),
+    )
+    def holds(recipe: Recipe, how: str, share: float, seed: int) -> None:
+        with world(recipe):
+            step = Step(RandomModel(replace(recipe, frozen=())), randn(ROWS, WIDTH, seed=1))
+            try:
+                whole = step.copied()
+            except CaptureError as error:
+                seen[error.reason.partition(" ")[2]] += 1
+                return
+            captured = whole.captured
+            problem = formulate(captured.trace, estimate(captured, load_hardware("cpu-gloo")))
+            if how == "any":
+                chance, needs = random.Random(seed), Needs(problem.trace)
+                made = [v.storage for v in problem.trace.values if needs.position.get(v.producer)]
+                keep = [s for s in made if chance.random() < share]
+                plan = shuffled(problem, plan_on_demand(problem, keep, "any", needs), chance)
+            else:
+                plan = within(problem, how, share, ())
+            check(problem, plan)
+            whole.reorder(plan)
+            assert step.same(whole.graph)
+        seen["examples"] += 1
+        seen["recomputes"] += bool(plan.recomputed)
+        seen["in a new order"] += [*plan.order] != [op.name for op in problem.trace.ops]
+        seen["collectives"] += bool(problem.trace.lanes)
+        seen["may not run twice"] += not all(op.recomputable for op in problem.trace.ops)
+
+    holds()
+    total = sum(seen[what] for what in ("examples", OTHERS_READ))
+    assert seen["examples"] > total / 3, seen
+    for what in ("recomputes", "in a new order", "collectives", "may not run twice"):
+        assert seen[what] > seen["examples"] / 10, (what, seen)
+
+
+class Counted(nn.Module):
+    """It adds in place to a value of its own and to a buffer, and draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+        self.register_buffer("count", torch.zeros(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            mean = layer(x).square().mean(-1, keepdim=True).add_(1e-5)
+            x = nn.functional.dropout(torch.tanh(layer(x)) * mean.rsqrt(), 0.1)
+        with torch.no_grad():
+            self.count.add_(x.sum(0))
+        return x
+
+
+def counted() -> Step:
+    torch.manual_seed(0)
+    return Step(Counted(), randn(ROWS, 16, seed=1))
+
+
+@pytest.mark.parametrize("profile", ["estimate", "measure"])
+def test_a_step_is_planned_within_a_budget(profile: str) -> None:
+    step, attempts = counted(), Attempts("test")
+    peaks = []
+    for budget in (None, 0.7, 0.5):
+        graph = copy.deepcopy(step.graph)
+        options = Options(memory_budget=budget, profile=profile)
+        try:
+            report = plan_step(graph, step.gradients, range(step.static), options, attempts)
+        except Infeasible as error:
+            options = Options(memory_budget=error.smallest_bytes, profile=profile)
+            report = plan_step(graph, step.gradients, range(step.static), options, attempts)
+        assert step.same(graph)
+        assert graph.graph.find_nodes(op="placeholder")[0].target == _first_input(step)
+        peaks.append(report.peak_bytes)
+    assert peaks == sorted(peaks, reverse=True)
+    assert report.plan.recomputed
+    assert not any(
+        name.startswith(("native_dropout", "bernoulli")) for name in report.plan.recomputed
+    )
+
+
+def _first_input(step: Step) -> Any:
+    return step.graph.graph.find_nodes(op="placeholder")[0].target
+
+
+def test_a_step_that_cannot_be_planned_stays_as_it_is() -> None:
+    step = counted()
+    graph, code = copy.deepcopy(step.graph), step.graph.code
+    options = Options(memory_budget=1, profile="estimate")
+    with pytest.raises(Infeasible):
+        plan_step(graph, step.gradients, range(step.static), options, Attempts("test"))
+    assert step.same(graph)
+    assert len(graph.graph.nodes) == len(step.graph.graph.nodes)
+    assert graph.code.count("primals") == code.count("primals")
+
+
+class Written(nn.Module):
+    """It writes into a value that another op reads before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = x * 2
+        before = made.sum()
+        made.add_(1)
+        return made * self.weight + before
+
+
+def test_a_write_that_others_see_is_refused_by_name() -> None:
+    with pytest.raises(CaptureError, match=OTHERS_READ):
+        Step(Written(), randn(4)).copied()
+
+
+def test_ops_of_higher_order_are_refused_by_name() -> None:
+    def step(weight: Tensor, x: Tensor) -> list[Tensor]:
+        loss = torch.cond(x.sum() > 0, lambda a: a.sin(), lambda a: a.cos(), (x,)).sum()
+        return [loss + weight.sum(), torch.ones_like(weight)]
+
+    graph = make_fx(step, tracing_mode="fake")(randn(4), randn(4))
+    with pytest.raises(CaptureError, match="higher-order"):
+        WholeStep(graph, {0: 1}, [0])
