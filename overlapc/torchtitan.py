@@ -1,0 +1,176 @@
+"""overlapc in torchtitan's graph trainer: its whole step (forward, loss and backward, one graph) is
+planned in the place of its passes for recompute, buckets and order.
+
+    import overlapc.torchtitan
+
+    def llama3_8b_planned():
+        return overlapc.torchtitan.planned(graph_trainer_llama3_8b(), memory_budget="70GB")
+
+Their clean-up runs before the plan; regional Inductor and CUDA graphs run behind it and keep its
+order. Without `memory_budget` a step may take what it takes under their memory policy. What cannot
+be planned runs by their own passes, with one warning.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import fx
+from torchtitan.experiments.graph_trainer import passes as theirs
+from torchtitan.experiments.graph_trainer import registry
+from torchtitan.experiments.graph_trainer.trainer import GraphTrainer
+from torchtitan.tools.logging import logger
+
+from overlapc.core.errors import CaptureError, OptionError
+from overlapc.planning.options import Options
+from overlapc.planning.report import Report
+from overlapc.ranks.groups import Attempts
+from overlapc.runtime.whole import plan_step
+from overlapc.tools.told import warn
+
+NAME = "overlapc"  # of the pass pipeline; options may follow
+_TAGS = "tag_with_memory_policy_pass"  # the last of their passes before a plan
+_OFFLOAD = "sac_and_offload"
+
+reports: list[Report] = []  # of planned steps, in the order in which they were traced
+_trainers: list[weakref.ref[Any]] = []
+
+
+def planned(config: Any, **options: Any) -> Any:
+    """Have a graph trainer of this config planned, with `optimize`'s options. Returns the
+    config."""
+    if not isinstance(config, GraphTrainer.Config):
+        raise OptionError(
+            f"config: found {type(config).__qualname__}, expected GraphTrainer.Config, as "
+            "torchtitan.experiments.graph_trainer makes it"
+        )
+    config.compile.pass_pipeline = _registered(Options.parse(options, "torch.compile"))
+    return config
+
+
+def explain() -> str:
+    """Say of each planned step what hides its collectives and what does not."""
+    return "\n\n".join(report.explain() for report in reports) or "overlapc has planned no step"
+
+
+def _registered(options: Options) -> str:
+    """The name of a pass pipeline with these options."""
+    name = f"{NAME} {options}".strip()
+    attempts = Attempts("torchtitan")
+
+    def pipeline(
+        traced: Any, config: Any, *, parallel_dims: Any = None
+    ) -> list[Callable[..., Any]]:
+        default = theirs.construct_default_graph_passes(traced, config, parallel_dims=parallel_dims)
+        if reason := _unplanned(config):
+            warn(f"overlapc: torchtitan's own passes run this step: {reason}")
+            return default
+        before, instead, behind = _parts(default)
+        step = _Step(options, attempts, traced, _trained(traced, config), instead)
+
+        def overlapc_pass(graph: fx.GraphModule, inputs: Any) -> fx.GraphModule:
+            return step.planned(graph, inputs)
+
+        return [*before, overlapc_pass, *behind]
+
+    registry.register_pass_pipeline(name)(pipeline)
+    registry.register_post_init_hook(name)(lambda trainer: _trainers.append(weakref.ref(trainer)))
+    return name
+
+
+class _Step:
+    """A traced step that is to be planned."""
+
+    def __init__(
+        self,
+        options: Options,
+        attempts: Attempts,
+        traced: Any,
+        trained: Sequence[str],
+        instead: Sequence[Callable[..., Any]],
+    ) -> None:
+        self.options, self.attempts, self.traced, self.instead = options, attempts, traced, instead
+        self.trained = trained
+
+    def planned(self, graph: fx.GraphModule, inputs: Any) -> fx.GraphModule:
+        static = range(self.traced.num_static_inputs)
+        try:
+            gradients = dict(self._gradients())
+            report = plan_step(graph, gradients, static, self.options, self.attempts)
+        except CaptureError as error:
+            self.attempts.refused(error)
+            warn(f"overlapc: torchtitan's own passes run this step: {error}")
+            for their_pass in self.instead:
+                graph = their_pass(graph, inputs)
+            return graph
+        reports.append(report)
+        logger.info(
+            f"overlapc: a step of {len(report.problem.trace.ops)} ops, predicted "
+            f"{report.step_ms:.1f} ms and {report.peak_bytes / 1e9:.2f} GB"
+        )
+        return graph
+
+    def _gradients(self) -> Iterator[tuple[int, int]]:
+        """The places of trained inputs and of their gradients."""
+        names, traced = self.traced.state_fqns, self.traced
+        inputs = _places(len(names), traced.input_subclass_layouts)
+        results = _places(traced.num_flat_outputs, traced.output_subclass_layouts)
+        place = {name: i for i, name in enumerate(names)}
+        for name, gradient in zip(self.trained, results[1:], strict=True):
+            yield from zip(inputs[place[name]], gradient, strict=True)
+
+
+def _places(count: int, layouts: Any) -> list[range]:
+    """The flat places of values, of which some are tensors around others."""
+    found: list[range] = []
+    begin = 0
+    for i in range(count):
+        end = begin + (layouts[i].num_tensors if i in layouts else 1)
+        found.append(range(begin, end))
+        begin = end
+    return found
+
+
+def _trained(traced: Any, config: Any) -> list[str]:
+    """The names of parameters that get gradients, in the order of these."""
+    for known in _trainers:
+        trainer = known()
+        if trainer is not None and trainer.config is config:
+            [model] = trainer.model_parts
+            named = model.named_parameters(remove_duplicate=False)
+            return [name for name, parameter in named if parameter.requires_grad]
+    return list(traced.state_fqns[: traced.num_flat_outputs - 1])
+
+
+def _parts(default: Sequence[Callable[..., Any]]) -> tuple[list[Any], list[Any], list[Any]]:
+    """Their passes before a plan, those in its place, and those behind it."""
+    names = [theirs._get_pass_name(each) for each in default]
+    begin = names.index(_TAGS) + 1
+    ends = [i for i, name in enumerate(names) if "inductor" in name or "cudagraph" in name]
+    end = min(ends, default=len(names))
+    return list(default[:begin]), list(default[begin:end]), list(default[end:])
+
+
+def _unplanned(config: Any) -> str:
+    """Why a step of this config is not planned, or ""."""
+    compiles, layout = config.compile, config.parallelism
+    reasons = {
+        "compile.precompile_artifact_dir: its graphs are in an order already": (
+            compiles.precompile_artifact_dir
+        ),
+        'compile.inductor_compilation="full": Inductor orders the step itself; expected '
+        '"regional"': compiles.inductor_compilation == "full",
+        f"compile.memory_policy={_OFFLOAD!r}: values on the host are not planned": (
+            compiles.memory_policy == _OFFLOAD
+        ),
+        "compile.ep_overlap: it cuts the step into chunks": compiles.ep_overlap.enabled,
+        "parallelism.context_parallel_degree: context parallelism is not planned": (
+            layout.context_parallel_degree > 1
+        ),
+    }
+    return next((reason for reason, found in reasons.items() if found), "")
+
+
+_registered(Options())
