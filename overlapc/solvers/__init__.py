@@ -263,7 +263,7 @@ def _ladder(
         above = budget_of(rung + 1) if rung < rungs else None  # no plan takes more
         if above is not None and best is not None and not best.beaten_within(above):
             return
-        tight = rung <= 1 and ops <= (LARGE // FEW if quick else LARGE)
+        tight = rung <= (0 if quick and FEW * ops > LARGE else 1) and ops <= LARGE
         groups = None if rung == 0 else False  # takes seconds, and only the least memory needs it
         if rung == 0 and quick:  # of what is as good there, little fits once it is in order
             periodic = Periodic(replace(problem, budget_bytes=most))
