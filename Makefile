@@ -12,6 +12,9 @@ PY := .venv/bin/python
 INSTALLED := .venv/.overlapc-installed
 # Versions of megatron-core that tests and the example train with, each in a folder of its own.
 MEGATRON := 0.16.1 0.19.2
+# For tests, without what it reads data and logs with.
+TORCHTITAN := torchtitan==0.3.0 torchdata==0.11.0 torch_checkpointing==0.1.1 tokenizers==0.23.3 \
+  tyro==1.0.17 spmd_types==0.2.3 typeguard==4.6.1 docstring_parser==0.18.0 shtab==1.13.0
 
 .PHONY: demo test test-all bench lint clean
 
@@ -54,6 +57,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	    megatron-core==$$version || \
 	    echo "no megatron-core $$version for this Python: tests that need it are skipped" >&2; \
 	done
+	@test -d .venv/torchtitan || $(PY) -m pip install --quiet --no-deps \
+	  --target .venv/torchtitan $(TORCHTITAN) || \
+	  echo "no torchtitan for this Python: tests that need it are skipped" >&2
 	@touch $@
 
 clean:

@@ -93,6 +93,9 @@ class Placing:
         before = self._before(start, wait, is_gather)
         behind = self._behind(wait, {start, *before})
         mine = {start, wait, *before, *behind}
+        beside = {other for n in mine for other in (*work.before[n], *work.after[n])}
+        if not self.taken.isdisjoint(beside):
+            return None  # another that moves needs it, or is needed
         if not is_gather and any(not mine.issuperset(work.after[n]) for n in (wait, *behind)):
             return None
         self.taken |= mine
@@ -211,7 +214,7 @@ class _Placed:
             busy_ns = self.lanes.setdefault(lane, Lane()).free_ns - self.clock.free_ns
             first = sums[-1] if sums and sums[-1].ready <= place else None
             room_ns = max(0, busy_ns) + (self.placing._comm(first) if first else 0)
-            soon_ns = self.placing.at_ns[place] + room_ns
+            soon_ns = self.placing.at_ns[min(place + 1, len(self.placing.stay))] + room_ns
             if gathers and (gathers[-1].due <= place or self._is_time(gathers[-1], place, soon_ns)):
                 moved = gathers.pop()
             elif first is not None and (busy_ns <= 0 or not gathers or last):
@@ -227,7 +230,8 @@ class _Placed:
                 self.flying.append((ends_ns, moved))
 
     def _is_time(self, gather: Moved, place: int, soon_ns: float) -> bool:
-        return gather.ready <= place and gather.latest_ns <= soon_ns
+        """Is the next place too late for a gather?"""
+        return gather.ready <= place and gather.latest_ns < soon_ns
 
     def _end(self, place: int) -> None:
         """Wait for gathers that the op at this place needs; end reductions that have arrived."""

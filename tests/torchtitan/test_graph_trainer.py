@@ -1,0 +1,85 @@
+"""torchtitan's graph trainer, planned: every bit of a step is that of its plain trainer, FSDP2."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.multiprocess.spawn import run_ranks
+from tests.torchtitan import titan
+
+pytestmark = [
+    pytest.mark.multiprocess,
+    pytest.mark.skipif(not titan.is_there(), reason="torchtitan is not installed"),
+]
+LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "fsdp": ("llama3", 2, {}),
+    "experts": ("deepseek_v3", 2, {"expert_parallel_degree": 2}),
+    "hsdp": ("llama3", 4, {"data_parallel_replicate_degree": 2}),
+    "fsdp and tp": ("llama3", 4, {"tensor_parallel_degree": 2}),
+}
+
+
+def differ(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    assert list(found) == list(expected)
+    return [name for name in found if not torch.equal(found[name], expected[name])]
+
+
+def on_rank(rank: int, ranks: int, name: str, budgets: list[Any]) -> list[dict[str, Any]]:
+    """Two steps whose gradients are added up: eager, and planned within each budget."""
+    dist.init_process_group("gloo")
+    titan.load()
+    import overlapc.torchtitan
+
+    model, _, parallelism = LAYOUTS[name]
+    config = titan.config_of(model, **parallelism)
+    eager = titan.Titan(titan.eager_of(config), ranks)
+    _sum_alone(eager.model)
+    losses = [eager.step(rank, number) for number in range(2)]
+    rows = []
+    for budget in budgets:
+        config = titan.config_of(model, **parallelism)
+        overlapc.torchtitan.planned(config, memory_budget=budget, profile="estimate")
+        planned = titan.Titan(config, ranks)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            same = [torch.equal(planned.step(rank, i), loss) for i, loss in enumerate(losses)]
+        report = overlapc.torchtitan.reports[-1]
+        rows.append(
+            {
+                "losses": same,
+                "gradients": differ(planned.gradients, eager.gradients),
+                "buffers": differ(planned.buffers, eager.buffers),
+                "told": [str(each.message) for each in told if "overlapc" in str(each.message)],
+                "planned": len(overlapc.torchtitan.reports),
+                "again": len(report.plan.recomputed),
+                "peak": report.peak_bytes,
+            }
+        )
+    dist.destroy_process_group()
+    return rows
+
+
+def _sum_alone(model: torch.nn.Module) -> None:
+    """Have FSDP2 divide by itself, as a traced step does: on gloo it averages otherwise."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+
+
+@pytest.mark.parametrize("name", ["fsdp", "experts"])
+@pytest.mark.timeout(300)
+def test_a_planned_step_is_the_trainers(name: str) -> None:
+    ranks = LAYOUTS[name][1]
+    for rows in run_ranks(on_rank, ranks, name, [None, 0.5], timeout_s=200):
+        for i, row in enumerate(rows, 1):
+            assert row["losses"] == [True, True]
+            assert row["gradients"] == row["buffers"] == row["told"] == []
+            assert row["planned"] == i
+            assert row["again"]

@@ -1,0 +1,183 @@
+"""torchtitan's trainers without a GPU, data or a tokenizer: a model, sharded as torchtitan shards
+it, and one step's `forward_backward_step`.
+
+torchtitan is in a folder of its own (the Makefile puts it there), without what it logs and reads
+with: modules of these names stand in.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FOLDER = Path(sys.prefix) / "torchtitan"
+_UNUSED = (
+    *("tensorboard", "torch.utils.tensorboard", "wandb", "datasets", "datasets.distributed"),
+    "torchtitan.distributed.minimal_async_ep.kernels",
+)
+_SEEDED_OPS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+SEQUENCE, BATCH = 64, 2
+
+
+def is_there() -> bool:
+    return (FOLDER / "torchtitan").is_dir() or importlib.util.find_spec("torchtitan") is not None
+
+
+def load() -> None:
+    """Make torchtitan importable, for the CPU."""
+    if str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))
+    for name in _UNUSED:
+        if name not in sys.modules and (name.count(".") or importlib.util.find_spec(name) is None):
+            sys.modules[name] = _Unused(name)
+    import torch._inductor.utils as speeds
+    import torch.utils._runtime_estimation as more_speeds
+    import torchtitan.tools.utils as tools
+
+    tools.device_type, tools.device_module = "cpu", torch.cpu  # before others take them from there
+    import torchtitan.distributed.activation_checkpoint as checkpoints
+    from torchtitan.experiments.graph_trainer import memory_policy
+
+    for module in (speeds, more_speeds):
+        module.get_gpu_dram_gbps = lambda: 1000
+    more_speeds.get_device_tflops = lambda _: 100
+    saved = checkpoints._get_default_save_ops()
+    for module in (checkpoints, memory_policy):
+        module._get_default_save_ops = lambda: saved | {_SEEDED_OPS}
+
+
+class _Unused(types.ModuleType):
+    """A module of which nothing is called."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__: list[str] = []
+        self.__file__ = __file__
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return type(name, (), {})
+
+
+def config_of(model: str, layers: int = 2, **parallelism: Any) -> Any:
+    """A graph trainer's config of a debug model, whose attention a CPU can run."""
+    from dataclasses import replace
+
+    from torchtitan.components.loss import CrossEntropyLoss
+    from torchtitan.config import ParallelismConfig, TrainingConfig
+    from torchtitan.experiments.graph_trainer.configs import GraphTrainerCompileConfig
+    from torchtitan.experiments.graph_trainer.trainer import GraphTrainer
+
+    module = importlib.import_module(f"torchtitan.experiments.graph_trainer.{model}")
+    kinds = {"moe_comm_backend": "standard"} if model == "deepseek_v3" else {}
+    spec = module.model_registry("debugmodel", attn_backend="sdpa", **kinds)
+    spec.model.layers = spec.model.layers[:layers]
+    return GraphTrainer.Config(
+        model_spec=replace(spec),
+        compile=GraphTrainerCompileConfig(enable=True, disable_passes=["cudagraph_pass"]),
+        training=TrainingConfig(
+            local_batch_size=BATCH,
+            seq_len=SEQUENCE,
+            disable_cuda_graphs=True,
+            mixed_precision_param="float32",
+            mixed_precision_reduce="float32",
+        ),
+        parallelism=ParallelismConfig(spmd_backend="partial_dtensor", **parallelism),
+        loss=CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size),
+    )
+
+
+def eager_of(config: Any) -> Any:
+    """The same for torchtitan's plain trainer: FSDP2, eager."""
+    from dataclasses import fields, replace
+
+    from torchtitan.config import CompileConfig
+    from torchtitan.trainer import Trainer
+
+    kind = config.model_spec.name.removeprefix("graph_trainer/")
+    module = importlib.import_module(f"torchtitan.models.{kind}")
+    given = config.model_spec.model
+    base = next(c for c in type(given).__mro__ if c.__module__.startswith(module.__name__))
+    model = base(**{each.name: getattr(given, each.name) for each in fields(base)})
+    sharded = next(getattr(module, n) for n in dir(module) if n.startswith("parallelize_"))
+    spec = replace(config.model_spec, model=model, parallelize_fn=sharded)
+    kept = {each.name: getattr(config, each.name) for each in fields(Trainer.Config)}
+    return Trainer.Config(**kept | {"model_spec": spec, "compile": CompileConfig()})
+
+
+class Titan:
+    """A trainer of a config as far as one step needs it."""
+
+    def __init__(self, config: Any, ranks: int) -> None:
+        from torchtitan.distributed import ParallelDims
+        from torchtitan.distributed import utils as distributed
+        from torchtitan.experiments.graph_trainer.registry import POST_INIT_HOOKS
+        from torchtitan.experiments.graph_trainer.trainer import GraphTrainer
+        from torchtitan.trainer import Trainer
+
+        distributed.set_spmd_backend(config.parallelism.spmd_backend)
+        dims = ParallelDims.from_config(config.parallelism, ranks)
+        dims.build_mesh()
+        spec = config.model_spec
+        spec.model.update_from_config(config=config)
+        torch.manual_seed(0)
+        model = spec.model.build()
+        with torch.no_grad():
+            model.init_states(buffer_device=None)
+        model.train()
+        self.model = spec.parallelize_fn(
+            model,
+            parallel_dims=dims,
+            training=config.training,
+            parallelism=config.parallelism,
+            compile_config=config.compile,
+            ac_config=None,
+            dump_folder="",
+        )
+        kind = GraphTrainer if isinstance(config, GraphTrainer.Config) else Trainer
+        self.trainer = object.__new__(kind)
+        self.trainer.__dict__ |= {
+            "config": config,
+            "parallel_dims": dims,
+            "model_parts": [self.model],
+            "model_config": spec.model,
+            "device": torch.device("cpu"),
+            "loss_fn": config.loss.build(compile_config=config.compile),
+            "train_context": distributed.get_spmd_context(parallel_dims=dims),
+            "ntokens_seen": 0,
+            "_traced_step": None,
+        }
+        self.trainer.fwd_bwd_fn = self.trainer._forward_backward_body
+        self.tokens = torch.tensor(float(BATCH * SEQUENCE * ranks))
+        self.vocabulary = spec.model.vocab_size
+        pipeline = getattr(config.compile, "pass_pipeline", "")
+        POST_INIT_HOOKS.get(pipeline, lambda _: None)(self.trainer)
+
+    def step(self, rank: int, number: int = 0) -> torch.Tensor:
+        """The loss of a step; gradients are added up."""
+        chance = torch.Generator().manual_seed(100 * number + rank)
+        shape = (BATCH, SEQUENCE)
+        tokens, labels = (torch.randint(self.vocabulary, shape, generator=chance) for _ in range(2))
+        loss: torch.Tensor = self.trainer.forward_backward_step(
+            input_dict={"input": tokens}, labels=labels, global_valid_tokens=self.tokens
+        )
+        return loss.detach()
+
+    @property
+    def gradients(self) -> dict[str, torch.Tensor]:
+        found = {}
+        for name, parameter in self.model.named_parameters():
+            grad = parameter.grad
+            assert grad is not None, name
+            found[name] = (grad.to_local() if hasattr(grad, "to_local") else grad).clone()
+        return found
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return {name: buffer.clone() for name, buffer in self.model.named_buffers()}
