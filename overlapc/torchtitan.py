@@ -68,7 +68,7 @@ def _registered(options: Options) -> str:
             warn(f"overlapc: torchtitan's own passes run this step: {reason}")
             return default
         before, instead, behind = _parts(default)
-        step = _Step(options, attempts, traced, _trained(traced, config), instead)
+        step = _TracedStep(options, attempts, traced, _trained(traced, config), instead)
 
         def overlapc_pass(graph: fx.GraphModule, inputs: Any) -> fx.GraphModule:
             return step.planned(graph, inputs)
@@ -80,7 +80,7 @@ def _registered(options: Options) -> str:
     return name
 
 
-class _Step:
+class _TracedStep:
     """A traced step that is to be planned."""
 
     def __init__(

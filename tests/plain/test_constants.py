@@ -26,6 +26,7 @@ MENUS = {
     "opt.py": 20,
     "overlap.py": 13,
     "period.py": 4,
+    "placing.py": 2,
     "rows.py": 8,
     "slices.py": 2,
 }
