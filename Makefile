@@ -24,7 +24,7 @@ demo: $(INSTALLED)
 # Two processes share the tests. Those that start ranks come by themselves: these use both cores.
 test: lint
 	$(PY) -m pytest -n 2 --dist worksteal -m "not slow" tests/plain tests/torch
-	$(PY) -m pytest -n 3 --dist worksteal -m "not slow" tests/multiprocess tests/megatron
+	$(PY) -m pytest -n 3 --dist worksteal -m "not slow" tests/multiprocess tests/megatron tests/torchtitan
 
 test-all: lint
 	$(PY) -m pip install -c constraints.txt -e '.[dev,zoo]'
