@@ -130,14 +130,14 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
             "planned ms": [t / 1e6 for t in better],
             "bitwise": same(*grads),
             "rho": comm / compute,
-            "predicted ms": [report.step_ns / 1e6, mean.step_ns / 1e6],
+            "predicted ms": [report.step_ns / 1e6, planned.step_ms],
             "peaks": [report.peak_bytes, mean.peak_bytes],
         }
         say(
             f"{what:10} own {statistics.median(base) / 1e6:7.1f} ms, planned "
             f"{statistics.median(better) / 1e6:7.1f} ms: {ratio(base, better)} times as fast; "
             f"{'equal' if found[what]['bitwise'] else 'DIFFERENT'}; rho {comm / compute:.2f}; "
-            f"predicted {report.step_ns / 1e6:.1f} and {mean.step_ns / 1e6:.1f} ms, peaks "
+            f"predicted {report.step_ns / 1e6:.1f} and {planned.step_ms:.1f} ms, peaks "
             f"{report.peak_bytes / 2**20:.1f} and {mean.peak_bytes / 2**20:.1f} MiB"
         )
     return found

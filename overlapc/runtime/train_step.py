@@ -161,6 +161,8 @@ class TrainStep(Door):
         self._all: Sequence[Given] = ()  # microbatches of the step
         self._compared: dict[tuple[Any, str], Compared] = {}  # slices with their batch, by digest
         self.report: Report | None = None
+        self._last: Report | None = None  # of the microbatch that reduces gradients for all
+        self._is_last = False  # does this one?
 
     def __reduce__(self) -> Any:
         """A copy plans anew: the graphs are those of this step's model."""
@@ -211,6 +213,7 @@ class TrainStep(Door):
         """Say whether the next backwards reduce their gradients."""
         if self._reduce == "last":
             self._lowered.reduce(now)
+            self._is_last = now
 
     def _turn(self, key: Any, step: RunningStep, given: Given) -> Any:
         """Run the forward of a microbatch; what is left of those of another kind runs before."""
@@ -256,7 +259,8 @@ class TrainStep(Door):
 
     @property
     def step_ms(self) -> float:
-        return 0.0 if self.report is None else self.report.step_ns / 1e6
+        both = [self.report] if self._last is self.report else [self.report, self._last]
+        return sum(report.step_ns for report in both if report is not None) / 1e6
 
     @property
     def fallbacks(self) -> list[str]:
@@ -389,6 +393,8 @@ class TrainStep(Door):
             program = programs[step.count]
             if self._reduce == "each" or step.count > 1 or self.report is None:
                 self.report = program.report  # of those that are merged
+            if self._is_last:
+                self._last = program.report
             if not step.runs:
                 raise Stop
             self._replicas.around(joint, state, self._place())
