@@ -20,6 +20,7 @@ from torch._ops import OpOverload
 
 from overlapc.core.errors import CaptureError
 from overlapc.core.ir import Plan, issue, issues
+from overlapc.passes.emit.rewrite import verify
 from overlapc.passes.nodes import is_folded_getitem, is_random, once, writes
 from overlapc.passes.storages import aliases, is_view
 from overlapc.passes.trace import Captured, trace_joint
@@ -107,7 +108,7 @@ def order_as_planned(captured: Captured, plan: Plan) -> None:
     _drop_unread(graph)
     graph.lint()
     captured.joint.recompile()
-    _verify(graph, plan, emitted)
+    verify(captured.joint, plan.order, emitted)
 
 
 def _copy(
@@ -131,13 +132,6 @@ def _drop_unread(graph: fx.Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if is_folded_getitem(node) and not node.users:
             graph.erase_node(node)
-
-
-def _verify(graph: fx.Graph, plan: Plan, emitted: Mapping[fx.Node, str]) -> None:
-    issued = [emitted[node] for node in graph.nodes if node in emitted]
-    if issued != list(plan.order):
-        wrong = next(pair for pair in zip(issued, plan.order, strict=False) if pair[0] != pair[1])
-        raise CaptureError(f"the graph issues {wrong[0]} where the plan says {wrong[1]}")
 
 
 def write_apart(graph: fx.GraphModule) -> None:
