@@ -46,7 +46,13 @@ def planned(config: Any, **options: Any) -> Any:
             f"config: found {type(config).__qualname__}, expected GraphTrainer.Config, as "
             "torchtitan.experiments.graph_trainer makes it"
         )
-    config.compile.pass_pipeline = _registered(Options.parse(options, "torch.compile"))
+    parsed = Options.parse(options, "torchtitan")
+    if parsed.solver == "torch":
+        raise OptionError(
+            'solver="torch": it asks PyTorch\'s partitioner, which cuts no whole step; expected '
+            '"overlap", "heu", "opt" or a baseline'
+        )
+    config.compile.pass_pipeline = _registered(parsed)
     return config
 
 

@@ -41,6 +41,12 @@ REFUSED: dict[str, dict[str, str]] = {
     "Pipeline": _RUNS,
     "megatron": _RUNS,
     "megatron.TrainStep": _RUNS,
+    "torchtitan": {
+        "backend": "runs a step by torchtitan's own compile passes",
+        "dynamic": "plans the one shape that torchtitan traces",
+        "verify": _VERIFIED,
+        "slices": _UNCUT,
+    },
 }
 # Keywords of a front door that are no options.
 _OF_ITS_OWN = {
@@ -145,7 +151,7 @@ class Options:
                 raise OptionError(
                     f"{name}={given[name]!r}: {who} {instead}; expected it left out here"
                 )
-        if door in ("optimize", "torch.compile") and len(options.plans) > 1:
+        if door in ("optimize", "torch.compile", "torchtitan") and len(options.plans) > 1:
             raise OptionError(f"plan={given['plan']!r}: {door} merges nothing; {_PLANS}")
         return options
 

@@ -90,3 +90,47 @@ def test_a_planned_step_is_the_trainers(name: str) -> None:
             assert row["gradients"] == row["buffers"] == row["told"] == []
             assert row["planned"] == i
             assert row["again"]
+
+
+def refused_on_one(rank: int, ranks: int) -> tuple[bool, list[str], list[str], int, str]:
+    """A step that rank 1 alone cannot plan, and an option that this front door does not read."""
+    dist.init_process_group("gloo")
+    titan.load()
+    import overlapc.torchtitan
+    from overlapc.core.errors import CaptureError, OptionError
+    from overlapc.passes import whole
+
+    config = titan.config_of("llama3")
+    eager = titan.Titan(titan.eager_of(config), ranks)
+    _sum_alone(eager.model)
+    expected = eager.step(rank)
+    option = ""
+    try:
+        overlapc.torchtitan.planned(config, backend="inductor")
+    except OptionError as error:
+        option = str(error)
+    if rank == 1:
+
+        def refuse(_: object) -> None:
+            raise CaptureError("an op that this rank alone has")
+
+        whole._refuse = refuse
+    planned = titan.Titan(overlapc.torchtitan.planned(config, profile="estimate"), ranks)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        same = torch.equal(planned.step(rank), expected)
+    said = [str(each.message) for each in told if "overlapc" in str(each.message)]
+    unlike = differ(planned.gradients, eager.gradients)
+    dist.destroy_process_group()
+    return same, unlike, said, len(overlapc.torchtitan.reports), option
+
+
+@pytest.mark.timeout(300)
+def test_if_one_rank_cannot_plan_all_run_torchtitans_passes() -> None:
+    for same, unlike, said, reports, option in run_ranks(refused_on_one, 2, timeout_s=200):
+        assert same
+        assert unlike == []
+        assert reports == 0
+        assert len(said) == 1
+        assert "torchtitan's own passes run this step: an op that this rank alone has" in said[0]
+        assert "torchtitan's own compile passes; expected it left out" in option
