@@ -77,10 +77,8 @@ def _sum_alone(model: torch.nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("hsdp", "fsdp and tp")]
-
-
-@pytest.mark.parametrize("name", ["fsdp", "experts", *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.timeout(300)
 def test_a_planned_step_is_the_trainers(name: str) -> None:
     ranks = LAYOUTS[name][1]
