@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 
 from torch import fx
 
+from overlapc.core.errors import CaptureError, OverlapcError
 from overlapc.passes.whole import WholeStep
 from overlapc.planning.options import Options
 from overlapc.planning.problem import TrainingStep
@@ -24,16 +25,21 @@ def plan_step(
 ) -> Report:
     """Plan a graph of forward, loss and backward, and order it so. `gradients` are the places of
     gradients among its results, by the place of the input that they are of; `static` the places of
-    inputs that last from step to step. A CaptureError leaves the graph's ops in their order."""
-    step = WholeStep(graph, gradients, static)
+    inputs that last from step to step. A CaptureError (also for an error that nobody foresaw)
+    leaves the graph's ops in their order."""
+    step = None
     try:
+        step = WholeStep(graph, gradients, static)
         groups = step.captured.trace.groups
         with attempts.exchange_for(groups, options.timeout_s) as exchange:
             report = plan(
                 step.captured, options, TrainingStep("whole step"), exchange=exchange
             ).report
-    except BaseException:
-        step.restore()
-        raise
+    except BaseException as error:
+        if step is not None:
+            step.restore()
+        if isinstance(error, OverlapcError) or not isinstance(error, Exception):
+            raise
+        raise CaptureError(f"{type(error).__name__}: {error}") from error
     step.reorder(report.plan)
     return report
