@@ -25,6 +25,7 @@ from overlapc.passes.nodes import is_folded_getitem, is_random, once, writes
 from overlapc.passes.storages import aliases, is_view
 from overlapc.passes.trace import Captured, trace_joint
 
+_FLEX = {torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward}
 _AGAIN = "_again"  # behind the name of an op that runs again
 
 
@@ -111,6 +112,11 @@ def order_as_planned(captured: Captured, plan: Plan) -> None:
     verify(captured.joint, plan.order, emitted)
 
 
+def is_flex(node: fx.Node) -> bool:
+    """Is it flex attention, which torchtitan has Inductor compile behind a plan?"""
+    return node.target in _FLEX
+
+
 def _copy(
     graph: fx.Graph,
     before: fx.Node,
@@ -121,10 +127,23 @@ def _copy(
 ) -> None:
     """Copy an op, and the items of its tuple, to run again."""
     with graph.inserting_before(before):
+        # A region that Inductor compiles is an op and the subgraphs that it alone reads.
+        parts = [given for given in node.all_input_nodes if given.op == "get_attr"]
+        own = {given: _copied(graph, given) for given in parts if is_flex(node)}
         for one in (node, *items):
-            again[one] = graph.node_copy(one, reads if one is node else again.__getitem__)
+            reader = again.__getitem__ if one is not node else lambda n: own.get(n) or reads(n)
+            again[one] = _copied(graph, one, reader)
             again[one].name = graph._graph_namespace.create_name(one.name + _AGAIN, again[one])
-            again[one].meta = dict(one.meta, autograd_backward=True)
+
+
+def _copied(
+    graph: fx.Graph, node: fx.Node, reads: Callable[[fx.Node], fx.Node] | None = None
+) -> fx.Node:
+    """A copy of a node, whose marks are its own."""
+    copy = graph.node_copy(node, reads or (lambda given: given))
+    custom = dict(node.meta.get("custom") or {})
+    copy.meta = dict(node.meta, autograd_backward=True, **({"custom": custom} if custom else {}))
+    return copy
 
 
 def _drop_unread(graph: fx.Graph) -> None:
@@ -169,7 +188,7 @@ def _make_new(node: fx.Node) -> None:
 def _refuse(node: fx.Node) -> None:
     """Raise for a node that a plan cannot move or run again."""
     target = node.target
-    if isinstance(target, torch._ops.HigherOrderOperator):
+    if isinstance(target, torch._ops.HigherOrderOperator) and not is_flex(node):
         raise CaptureError(f"the step holds {target} (a higher-order op)", node.name)
     if isinstance(target, OpOverload) and target.namespace == "ao":
         raise CaptureError(f"the step moves values to the host ({target})", node.name)

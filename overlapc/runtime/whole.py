@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from torch import fx
 
 from overlapc.core.errors import CaptureError, OverlapcError
-from overlapc.passes.whole import WholeStep
+from overlapc.passes.whole import WholeStep, is_flex
 from overlapc.planning.options import Options
 from overlapc.planning.problem import TrainingStep
 from overlapc.planning.report import Report
@@ -29,6 +29,11 @@ def plan_step(
     leaves the graph's ops in their order."""
     step = None
     try:
+        if options.profile == "measure" and any(map(is_flex, graph.graph.nodes)):
+            raise CaptureError(
+                "flex attention has no kernel to measure before Inductor compiles it; expected "
+                'profile="estimate" and hardware='
+            )
         step = WholeStep(graph, gradients, static)
         groups = step.captured.trace.groups
         with attempts.exchange_for(groups, options.timeout_s) as exchange:

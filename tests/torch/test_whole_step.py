@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import flex_attention as flex
 
 from overlapc.core.check import check
 from overlapc.core.errors import CaptureError, Infeasible
@@ -195,6 +196,59 @@ class Written(nn.Module):
 def test_a_write_that_others_see_is_refused_by_name() -> None:
     with pytest.raises(CaptureError, match=OTHERS_READ):
         Step(Written(), randn(4)).copied()
+
+
+class Attention(nn.Module):
+    """Flex attention within documents of three rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 24) for _ in range(3))
+        mask = flex.create_block_mask(_alike, 1, None, ROWS, ROWS, "cpu")
+        kinds = [
+            f"{full}{of}_{what}" for full in ("", "full_") for of in ("kv", "q") for what in _OF
+        ]
+        self.parts = {name: getattr(mask, name) for name in kinds}
+        for name, tensor in self.parts.items():
+            self.register_buffer(name, tensor)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = {name: getattr(self, name) for name in self.parts}
+        mask = flex.BlockMask((ROWS, ROWS), **parts, mask_mod=_alike)
+        for layer in self.layers:
+            query, key, value = layer(x).view(1, ROWS, 2, 12).transpose(1, 2).chunk(3, -1)
+            made = flex.flex_attention(query, key, value, block_mask=mask)
+            x = torch.tanh(made.transpose(1, 2).reshape(ROWS, 8))
+        return x
+
+
+_OF = ("num_blocks", "indices")
+
+
+def _alike(_b: Tensor, _h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    return q // 3 == k // 3
+
+
+def test_flex_attention_that_runs_again_has_subgraphs_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(flex, "_validate_device", lambda *_: None)  # a CPU has no kernels for it
+    monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    torch.manual_seed(0)
+    step, attempts = Step(Attention(), randn(ROWS, 8, seed=1)), Attempts("test")
+    options = Options(solver="full", profile="estimate")
+    planned = copy.deepcopy(step.graph)
+    report = plan_step(planned, step.gradients, range(step.static), options, attempts)
+    assert step.same(planned)
+    again = planned.graph.find_nodes(
+        op="call_function", target=torch.ops.higher_order.flex_attention
+    )
+    assert len(again) == 3 + sum("flex" in name for name in report.plan.recomputed) > 3
+    parts = [given for node in again for given in node.all_input_nodes if given.op == "get_attr"]
+    assert len(set(parts)) == len(parts)
+    measured = Options(profile="measure")
+    with pytest.raises(CaptureError, match='expected profile="estimate"'):
+        plan_step(step.graph, step.gradients, range(step.static), measured, attempts)
 
 
 def test_ops_of_higher_order_are_refused_by_name() -> None:

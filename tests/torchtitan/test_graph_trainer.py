@@ -22,6 +22,7 @@ pytestmark = [
 ]
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "fsdp": ("llama3", 2, {}),
+    "flex attention": ("llama3", 2, {"attention": "flex"}),
     "experts": ("deepseek_v3", 2, {"expert_parallel_degree": 2}),
     "hsdp": ("llama3", 4, {"data_parallel_replicate_degree": 2}),
     "fsdp and tp": ("llama3", 4, {"tensor_parallel_degree": 2}),

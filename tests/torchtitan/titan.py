@@ -21,6 +21,7 @@ _UNUSED = (
     "torchtitan.distributed.minimal_async_ep.kernels",
 )
 _SEEDED_OPS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_COMPILED = ["annotate_flex_attention_for_regional_inductor_pass", "regional_inductor_pass"]
 SEQUENCE, BATCH = 64, 2
 
 
@@ -46,9 +47,21 @@ def load() -> None:
     for module in (speeds, more_speeds):
         module.get_gpu_dram_gbps = lambda: 1000
     more_speeds.get_device_tflops = lambda _: 100
+    _let_cpus_run_flex_attention()
     saved = checkpoints._get_default_save_ops()
     for module in (checkpoints, memory_policy):
         module._get_default_save_ops = lambda: saved | {_SEEDED_OPS}
+
+
+def _let_cpus_run_flex_attention() -> None:
+    """Flex attention as the sums that it stands for: PyTorch has these for a CPU's backward, too,
+    and no kernels."""
+    import torch.nn.attention.flex_attention as flex
+    from torchtitan.models.common import attention
+
+    flex._validate_device = lambda *_: None
+    attention.FlexAttention._compiled_flex_attn = staticmethod(flex.flex_attention)
+    attention._compiled_create_block_mask = flex.create_block_mask
 
 
 class _Unused(types.ModuleType):
@@ -65,7 +78,7 @@ class _Unused(types.ModuleType):
         return type(name, (), {})
 
 
-def config_of(model: str, layers: int = 2, **parallelism: Any) -> Any:
+def config_of(model: str, layers: int = 2, attention: str = "sdpa", **parallelism: Any) -> Any:
     """A graph trainer's config of a debug model, whose attention a CPU can run."""
     from dataclasses import replace
 
@@ -76,11 +89,13 @@ def config_of(model: str, layers: int = 2, **parallelism: Any) -> Any:
 
     module = importlib.import_module(f"torchtitan.experiments.graph_trainer.{model}")
     kinds = {"moe_comm_backend": "standard"} if model == "deepseek_v3" else {}
-    spec = module.model_registry("debugmodel", attn_backend="sdpa", **kinds)
+    spec = module.model_registry("debugmodel", attn_backend=attention, **kinds)
     spec.model.layers = spec.model.layers[:layers]
     return GraphTrainer.Config(
         model_spec=replace(spec),
-        compile=GraphTrainerCompileConfig(enable=True, disable_passes=["cudagraph_pass"]),
+        compile=GraphTrainerCompileConfig(
+            enable=True, disable_passes=["cudagraph_pass", *_COMPILED]
+        ),
         training=TrainingConfig(
             local_batch_size=BATCH,
             seq_len=SEQUENCE,
@@ -164,8 +179,12 @@ class Titan:
         chance = torch.Generator().manual_seed(100 * number + rank)
         shape = (BATCH, SEQUENCE)
         tokens, labels = (torch.randint(self.vocabulary, shape, generator=chance) for _ in range(2))
+        # Several documents a row, as torchtitan packs them.
+        positions = (torch.arange(SEQUENCE) % (20 + number)).expand(shape)
         loss: torch.Tensor = self.trainer.forward_backward_step(
-            input_dict={"input": tokens}, labels=labels, global_valid_tokens=self.tokens
+            input_dict={"input": tokens, "positions": positions},
+            labels=labels,
+            global_valid_tokens=self.tokens,
         )
         return loss.detach()
 
