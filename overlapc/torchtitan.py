@@ -1,20 +1,23 @@
-"""overlapc in torchtitan's graph trainer: its whole step (forward, loss and backward, one graph) is
-planned in the place of its passes for recompute, buckets and order.
+"""overlapc in torchtitan's trainers. Of the graph trainer the whole step (forward, loss and
+backward, one graph) is planned in the place of its passes for recompute, buckets and order; of the
+plain one the model's calls are, as `optimize` plans them.
 
     import overlapc.torchtitan
 
     def llama3_8b_planned():
         return overlapc.torchtitan.planned(graph_trainer_llama3_8b(), memory_budget="70GB")
 
-Their clean-up runs before the plan; regional Inductor and CUDA graphs run behind it and keep its
+In the graph trainer their clean-up runs before the plan; regional Inductor and CUDA graphs run behind it and keep its
 order. Without `memory_budget` a step may take what it takes under their memory policy. What cannot
 be planned runs by their own passes, with one warning.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -22,8 +25,10 @@ from torchtitan.experiments.graph_trainer import passes as theirs
 from torchtitan.experiments.graph_trainer import registry
 from torchtitan.experiments.graph_trainer.trainer import GraphTrainer
 from torchtitan.tools.logging import logger
+from torchtitan.trainer import Trainer
 
 from overlapc.core.errors import CaptureError, OptionError
+from overlapc.integrations.in_place import InPlace, in_place
 from overlapc.planning.options import Options
 from overlapc.planning.report import Report
 from overlapc.ranks.groups import Attempts
@@ -35,30 +40,53 @@ _TAGS = "tag_with_memory_policy_pass"  # the last of their passes before a plan
 _OFFLOAD = "sac_and_offload"
 
 reports: list[Report] = []  # of planned steps, in the order in which they were traced
+models: list[InPlace] = []  # of plain trainers
 _trainers: list[weakref.ref[Any]] = []
 
 
 def planned(config: Any, **options: Any) -> Any:
-    """Have a graph trainer of this config planned, with `optimize`'s options. Returns the
-    config."""
-    if not isinstance(config, GraphTrainer.Config):
+    """Have a trainer of this config planned, with `optimize`'s options. Returns the config."""
+    if isinstance(config, GraphTrainer.Config):
+        parsed = Options.parse(options, "torchtitan")
+        if parsed.solver == "torch":
+            raise OptionError(
+                'solver="torch": it asks PyTorch\'s partitioner, which cuts no whole step; expected '
+                '"overlap", "heu", "opt" or a baseline'
+            )
+        config.compile.pass_pipeline = _registered(parsed)
+        return config
+    if not isinstance(config, Trainer.Config):
         raise OptionError(
-            f"config: found {type(config).__qualname__}, expected GraphTrainer.Config, as "
-            "torchtitan.experiments.graph_trainer makes it"
+            f"config: found {type(config).__qualname__}, expected GraphTrainer.Config or "
+            "Trainer.Config of torchtitan"
         )
-    parsed = Options.parse(options, "torchtitan")
-    if parsed.solver == "torch":
-        raise OptionError(
-            'solver="torch": it asks PyTorch\'s partitioner, which cuts no whole step; expected '
-            '"overlap", "heu", "opt" or a baseline'
-        )
-    config.compile.pass_pipeline = _registered(parsed)
+    Options.parse(options)
+    given = config.model_spec.parallelize_fn
+    config.model_spec = replace(config.model_spec, parallelize_fn=_and_plan(given, options))
     return config
 
 
 def explain() -> str:
     """Say of each planned step what hides its collectives and what does not."""
-    return "\n\n".join(report.explain() for report in reports) or "overlapc has planned no step"
+    found = [*reports, *models]
+    return "\n\n".join(each.explain() for each in found) or "overlapc has planned no step"
+
+
+def _and_plan(parallelize: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    """As torchtitan parallelizes a model, with its calls planned."""
+
+    @functools.wraps(parallelize)
+    def parallelized(model: Any, **given: Any) -> Any:
+        made = parallelize(model, **given)
+        if given["parallel_dims"].pp_enabled:
+            warn("overlapc: this run is not planned: pipeline parallelism")
+        elif given["parallel_dims"].cp_enabled:
+            warn("overlapc: this run is not planned: context parallelism")
+        else:
+            models.append(in_place(made, **options))
+        return made
+
+    return parallelized
 
 
 def _registered(options: Options) -> str:

@@ -256,7 +256,9 @@ class FlatLayout:
             group.gradient_divide_factor,
             group.force_sum_reduction_for_comms,
         )
-        kinds = [_REDUCTIONS.get(str(op)) for op in ops]
+        # torchtitan divides by 1: PREMUL_SUM(1), a sum.
+        other = "sum" if group.gradient_divide_factor == 1 else None
+        kinds = [_REDUCTIONS.get(str(op), other) for op in ops]
         if None in kinds:
             raise CaptureError(
                 f"FSDP2 divides gradients of {named(group)} within its reduction (PREMUL_SUM); "

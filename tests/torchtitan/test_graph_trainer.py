@@ -97,6 +97,48 @@ def test_a_planned_step_is_the_trainers(name: str) -> None:
             assert row["again"]
 
 
+def plain_on_rank(rank: int, ranks: int, name: str) -> dict[str, Any]:
+    """Two steps of the plain trainer whose gradients are added up: eager, and planned."""
+    dist.init_process_group("gloo")
+    titan.load()
+    import overlapc.torchtitan
+
+    model, _, parallelism = LAYOUTS[name]
+    config = titan.eager_of(titan.config_of(model, **parallelism))
+    eager = titan.Titan(config, ranks)
+    _sum_alone(eager.model)
+    expected = [eager.step(rank, number) for number in range(2)]
+    planned = titan.Titan(overlapc.torchtitan.planned(config, profile="estimate"), ranks)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        losses = [planned.step(rank, number) for number in range(2)]
+    [model] = overlapc.torchtitan.models
+    assert "all_gather" in overlapc.torchtitan.explain()
+    dist.destroy_process_group()
+    return {
+        "losses": list(map(torch.equal, losses, expected)),
+        "gradients": differ(planned.gradients, eager.gradients),
+        "buffers": differ(planned.buffers, eager.buffers),
+        "told": [str(each.message) for each in told if "overlapc" in str(each.message)],
+        "plain": [*model.fallbacks, *model.differences],
+        "collectives": len(model.graphs[0].problem.trace.lanes),
+    }
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["fsdp", pytest.param("experts", marks=pytest.mark.slow)])
+def test_the_plain_trainer_is_planned_in_place(name: str) -> None:
+    for found in run_ranks(plain_on_rank, 2, name, timeout_s=200):
+        assert found["losses"] == [True, True]
+        assert found["gradients"] == []
+        assert found["collectives"]
+        if name == "experts":  # eager's checkpoints count tokens twice, and that is said
+            assert all(each.endswith("tokens_per_expert_E") for each in found["buffers"])
+            assert all("once more in the backward" in each for each in found["plain"])
+        else:
+            assert found["buffers"] == found["told"] == found["plain"] == []
+
+
 def refused_on_one(
     rank: int, ranks: int, error: type[Exception]
 ) -> tuple[bool, list[str], list[str], int, str]:

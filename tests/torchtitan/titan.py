@@ -146,16 +146,17 @@ class Titan:
         with torch.no_grad():
             model.init_states(buffer_device=None)
         model.train()
+        graphed = isinstance(config, GraphTrainer.Config)
         self.model = spec.parallelize_fn(
             model,
             parallel_dims=dims,
             training=config.training,
             parallelism=config.parallelism,
             compile_config=config.compile,
-            ac_config=None,
+            ac_config=None if graphed else config.activation_checkpoint,
             dump_folder="",
         )
-        kind = GraphTrainer if isinstance(config, GraphTrainer.Config) else Trainer
+        kind = GraphTrainer if graphed else Trainer
         self.trainer = object.__new__(kind)
         self.trainer.__dict__ |= {
             "config": config,

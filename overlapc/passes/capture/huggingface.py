@@ -28,6 +28,13 @@ _HARMLESS = {
     ("transformers/utils/output_capturing.py", "set"),
     # whether a class of results is registered once more
     ("transformers/utils/generic.py", "_register_model_output_pytree_node"),
+    # torchtitan: whether positions or types are checked, and by which call of the same kind tokens
+    # are exchanged
+    ("torchtitan/models/common/rope.py", "_maybe_check_max_pos"),
+    ("torchtitan/models/deepseek_v3/model.py", "forward"),
+    ("torchtitan/models/common/token_dispatcher.py", "_token_count_exchange"),
+    ("torchtitan/models/common/token_dispatcher.py", "_dispatch_token_exchange"),
+    ("torchtitan/models/common/token_dispatcher.py", "_combine_token_exchange"),
 }
 _OF_SIZES = {
     *(torch.arange, operator.add, operator.sub, operator.mul, operator.getitem),
