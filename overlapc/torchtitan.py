@@ -7,9 +7,9 @@ plain one the model's calls are, as `optimize` plans them.
     def llama3_8b_planned():
         return overlapc.torchtitan.planned(graph_trainer_llama3_8b(), memory_budget="70GB")
 
-In the graph trainer their clean-up runs before the plan; regional Inductor and CUDA graphs run behind it and keep its
-order. Without `memory_budget` a step may take what it takes under their memory policy. What cannot
-be planned runs by their own passes, with one warning.
+In the graph trainer their clean-up runs before the plan; regional Inductor and CUDA graphs run
+behind it and keep its order. Without `memory_budget` a step may take what it takes under their
+memory policy. What cannot be planned runs by their own passes, with one warning.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import fx
 from torchtitan.experiments.graph_trainer import passes as theirs
 from torchtitan.experiments.graph_trainer import registry
 from torchtitan.experiments.graph_trainer.trainer import GraphTrainer
+from torchtitan.models.common.attention import FlexAttention
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
@@ -50,8 +51,8 @@ def planned(config: Any, **options: Any) -> Any:
         parsed = Options.parse(options, "torchtitan")
         if parsed.solver == "torch":
             raise OptionError(
-                'solver="torch": it asks PyTorch\'s partitioner, which cuts no whole step; expected '
-                '"overlap", "heu", "opt" or a baseline'
+                'solver="torch": PyTorch\'s partitioner cuts no whole step; expected "overlap", '
+                '"heu", "opt" or a baseline'
             )
         config.compile.pass_pipeline = _registered(parsed)
         return config
@@ -68,8 +69,8 @@ def planned(config: Any, **options: Any) -> Any:
 
 def explain() -> str:
     """Say of each planned step what hides its collectives and what does not."""
-    found = [*reports, *models]
-    return "\n\n".join(each.explain() for each in found) or "overlapc has planned no step"
+    found = [each.explain() for each in reports] + [each.explain() for each in models]
+    return "\n\n".join(found) or "overlapc has planned no step"
 
 
 def _and_plan(parallelize: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
@@ -77,11 +78,15 @@ def _and_plan(parallelize: Callable[..., Any], options: dict[str, Any]) -> Calla
 
     @functools.wraps(parallelize)
     def parallelized(model: Any, **given: Any) -> Any:
-        made = parallelize(model, **given)
-        if given["parallel_dims"].pp_enabled:
-            warn("overlapc: this run is not planned: pipeline parallelism")
-        elif given["parallel_dims"].cp_enabled:
-            warn("overlapc: this run is not planned: context parallelism")
+        made, dims = parallelize(model, **given), given["parallel_dims"]
+        reasons = {
+            "pipeline parallelism": dims.pp_enabled,
+            "context parallelism": dims.cp_enabled,
+            "the kernels of its flex attention, which torchtitan compiles, would be lost; the "
+            "graph trainer keeps them": any(isinstance(m, FlexAttention) for m in made.modules()),
+        }
+        if reason := next((reason for reason, found in reasons.items() if found), ""):
+            warn(f"overlapc: torchtitan's plain trainer runs as it is: {reason}")
         else:
             models.append(in_place(made, **options))
         return made

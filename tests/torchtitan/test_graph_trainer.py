@@ -108,6 +108,9 @@ def plain_on_rank(rank: int, ranks: int, name: str) -> dict[str, Any]:
     eager = titan.Titan(config, ranks)
     _sum_alone(eager.model)
     expected = [eager.step(rank, number) for number in range(2)]
+    flex = titan.eager_of(titan.config_of(model, attention="flex"))
+    with pytest.warns(RuntimeWarning, match="runs as it is: the kernels of its flex attention"):
+        titan.Titan(overlapc.torchtitan.planned(flex), ranks)
     planned = titan.Titan(overlapc.torchtitan.planned(config, profile="estimate"), ranks)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
