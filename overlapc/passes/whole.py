@@ -25,6 +25,7 @@ from overlapc.passes.nodes import is_folded_getitem, is_random, once, writes
 from overlapc.passes.storages import aliases, is_view
 from overlapc.passes.trace import Captured, trace_joint
 
+_ATEN = torch.ops.aten
 _FLEX = {torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward}
 _AGAIN = "_again"  # behind the name of an op that runs again
 
@@ -156,16 +157,46 @@ def _drop_unread(graph: fx.Graph) -> None:
 def write_apart(graph: fx.GraphModule) -> None:
     """Have ops that write into a value which they alone read make a new value, where such an op
     exists: these may run again. CaptureError for writes that others see."""
-    for node in graph.graph.nodes:
-        if node.op != "call_function" or not writes(node):
+    for node in list(graph.graph.nodes):
+        if node.op != "call_function" or not writes(node) or _scattered(node):
             continue
         target = node.args[0] if node.args else None
         lone = isinstance(target, fx.Node) and list(target.users) == [node]
-        shared = lone and not writes(target) and (is_view(target) or aliases(target))
+        shared = lone and not writes(target) and _is_part(target)
         if not isinstance(target, fx.Node) or not lone or shared:
             raise CaptureError(f"{node.target} writes into a value that others read", node.name)
         if target.op == "call_function":
             _make_new(node)
+
+
+def _scattered(node: fx.Node) -> bool:
+    """Is it `z[a:b].copy_(x)` of a z that the graph makes? Then whoever reads z behind it reads a
+    new one from now on. (So chunked losses collect their gradients.)"""
+    if node.target != _ATEN.copy_.default or node.users or len(node.args) != 2:
+        return False
+    part, x = node.args
+    if not isinstance(part, fx.Node) or part.target != _ATEN.slice.Tensor or len(part.users) > 1:
+        return False
+    z: Any = part.args[0]
+    alike = isinstance(x, fx.Node) and x.meta["val"].shape == part.meta["val"].shape
+    if not alike or z.op != "call_function" or writes(z) or _is_part(z):
+        return False
+    views = [user for user in z.users if user < node and user is not part and _is_part(user)]
+    if any(reader > node or _is_part(reader) for view in views for reader in view.users):
+        return False  # it may be read behind the write
+    with node.graph.inserting_before(node):
+        made = node.graph.call_function(_ATEN.slice_scatter.default, (z, x, *part.args[1:]))
+    given: Any = fx.map_arg(made.args, lambda each: each.meta["val"])
+    made.meta = dict(node.meta, val=_ATEN.slice_scatter.default(*given))
+    z.replace_all_uses_with(made, lambda user: user > node)
+    for gone in (node, part):
+        node.graph.erase_node(gone)
+    return True
+
+
+def _is_part(node: fx.Node) -> bool:
+    """Is it another value's memory?"""
+    return is_view(node) or bool(aliases(node))
 
 
 def _make_new(node: fx.Node) -> None:

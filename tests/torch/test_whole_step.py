@@ -251,6 +251,35 @@ def test_flex_attention_that_runs_again_has_subgraphs_of_its_own(
         plan_step(step.graph, step.gradients, range(step.static), measured, attempts)
 
 
+def filled(early: bool) -> Step:
+    """Gradients of parts of a batch, copied into places of one tensor, as a chunked loss has them.
+    `early`: a view of it, read behind the copies, is taken before them."""
+
+    def step(weight: Tensor, x: Tensor) -> list[Tensor]:
+        made = torch.zeros_like(x, dtype=torch.float64)
+        view = made[1:3]
+        for i in range(4):
+            made[2 * i : 2 * i + 2].copy_((x[2 * i : 2 * i + 2] * weight).cos())
+        read = view if early else made[1:3]
+        return [read.sum(), (made * x).sum(0)]
+
+    found: Step = object.__new__(Step)
+    found.inputs, found.static, found.gradients = [randn(4, seed=1), randn(8, 4, seed=2)], 1, {0: 1}
+    found.graph = make_fx(step, tracing_mode="fake")(*found.inputs)
+    return found
+
+
+def test_parts_that_are_copied_into_one_tensor() -> None:
+    step = filled(early=False)
+    graph = copy.deepcopy(step.graph)
+    options = Options(profile="estimate")
+    plan_step(graph, step.gradients, range(step.static), options, Attempts("test"))
+    assert not graph.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    assert step.same(graph)
+    with pytest.raises(CaptureError, match=OTHERS_READ):
+        filled(early=True).copied()
+
+
 def test_ops_of_higher_order_are_refused_by_name() -> None:
     def step(weight: Tensor, x: Tensor) -> list[Tensor]:
         loss = torch.cond(x.sum() > 0, lambda a: a.sin(), lambda a: a.cos(), (x,)).sum()

@@ -1,6 +1,7 @@
 """torchtitan's graph trainer, planned: every bit of a step is that of its plain trainer, FSDP2.
 
-With HSDP its traced step adds up in another order than FSDP2: there it is the step without a plan.
+With HSDP, and of chunked losses, its traced step adds up in another order than FSDP2: there it is
+the step without a plan.
 """
 
 from __future__ import annotations
@@ -22,11 +23,15 @@ pytestmark = [
 ]
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "fsdp": ("llama3", 2, {}),
+    "chunked loss": ("llama3", 2, {"chunks": 4}),
     "flex attention": ("llama3", 2, {"attention": "flex"}),
     "experts": ("deepseek_v3", 2, {"expert_parallel_degree": 2}),
     "hsdp": ("llama3", 4, {"data_parallel_replicate_degree": 2}),
     "fsdp and tp": ("llama3", 4, {"tensor_parallel_degree": 2}),
 }
+
+
+OTHERWISE = ("hsdp", "chunked loss")
 
 
 def differ(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
@@ -43,7 +48,7 @@ def on_rank(rank: int, ranks: int, name: str, budgets: list[Any]) -> list[dict[s
     model, _, parallelism = LAYOUTS[name]
     config = titan.config_of(model, **parallelism)
     config.compile.enable_passes = False
-    eager = titan.Titan(config if name == "hsdp" else titan.eager_of(config), ranks)
+    eager = titan.Titan(config if name in OTHERWISE else titan.eager_of(config), ranks)
     _sum_alone(eager.model)
     losses = [eager.step(rank, number) for number in range(2)]
     rows = []
@@ -112,6 +117,8 @@ def plain_on_rank(rank: int, ranks: int, name: str) -> dict[str, Any]:
     with pytest.warns(RuntimeWarning, match="runs as it is: the kernels of its flex attention"):
         titan.Titan(overlapc.torchtitan.planned(flex), ranks)
     planned = titan.Titan(overlapc.torchtitan.planned(config, profile="estimate"), ranks)
+    if name == "chunked loss":  # each chunk's backward is FSDP2's own
+        _sum_alone(planned.model)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         losses = [planned.step(rank, number) for number in range(2)]
@@ -129,7 +136,9 @@ def plain_on_rank(rank: int, ranks: int, name: str) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("name", ["fsdp", pytest.param("experts", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["fsdp", "chunked loss", pytest.param("experts", marks=pytest.mark.slow)]
+)
 def test_the_plain_trainer_is_planned_in_place(name: str) -> None:
     for found in run_ranks(plain_on_rank, 2, name, timeout_s=200):
         assert found["losses"] == [True, True]

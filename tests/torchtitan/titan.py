@@ -22,6 +22,7 @@ _UNUSED = (
 )
 _SEEDED_OPS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _COMPILED = ["annotate_flex_attention_for_regional_inductor_pass", "regional_inductor_pass"]
+_WRAPPED = "_checkpoint_wrapped_module."
 SEQUENCE, BATCH = 64, 2
 
 
@@ -78,12 +79,15 @@ class _Unused(types.ModuleType):
         return type(name, (), {})
 
 
-def config_of(model: str, layers: int = 2, attention: str = "sdpa", **parallelism: Any) -> Any:
+def config_of(
+    model: str, layers: int = 2, attention: str = "sdpa", chunks: int = 0, **parallelism: Any
+) -> Any:
     """A graph trainer's config of a debug model, whose attention a CPU can run."""
     from dataclasses import replace
 
     from torchtitan.components.loss import CrossEntropyLoss
     from torchtitan.config import ParallelismConfig, TrainingConfig
+    from torchtitan.experiments.graph_trainer.chunked_loss import ChunkedLossWrapperWithParamGrads
     from torchtitan.experiments.graph_trainer.configs import GraphTrainerCompileConfig
     from torchtitan.experiments.graph_trainer.trainer import GraphTrainer
 
@@ -91,6 +95,9 @@ def config_of(model: str, layers: int = 2, attention: str = "sdpa", **parallelis
     kinds = {"moe_comm_backend": "standard"} if model == "deepseek_v3" else {}
     spec = module.model_registry("debugmodel", attn_backend=attention, **kinds)
     spec.model.layers = spec.model.layers[:layers]
+    loss: Any = CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size)
+    if chunks:
+        loss = ChunkedLossWrapperWithParamGrads.Config(num_chunks=chunks, loss_fn=loss)
     return GraphTrainer.Config(
         model_spec=replace(spec),
         compile=GraphTrainerCompileConfig(
@@ -104,7 +111,7 @@ def config_of(model: str, layers: int = 2, attention: str = "sdpa", **parallelis
             mixed_precision_reduce="float32",
         ),
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor", **parallelism),
-        loss=CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size),
+        loss=loss,
     )
 
 
@@ -112,6 +119,7 @@ def eager_of(config: Any) -> Any:
     """The same for torchtitan's plain trainer: FSDP2, eager."""
     from dataclasses import fields, replace
 
+    from torchtitan.components.loss import ChunkedLossWrapper
     from torchtitan.config import CompileConfig
     from torchtitan.trainer import Trainer
 
@@ -123,6 +131,9 @@ def eager_of(config: Any) -> Any:
     sharded = next(getattr(module, n) for n in dir(module) if n.startswith("parallelize_"))
     spec = replace(config.model_spec, model=model, parallelize_fn=sharded)
     kept = {each.name: getattr(config, each.name) for each in fields(Trainer.Config)}
+    if isinstance(kept["loss"], ChunkedLossWrapper.Config):
+        chunks, inner = kept["loss"].num_chunks, kept["loss"].loss_fn
+        kept["loss"] = ChunkedLossWrapper.Config(num_chunks=chunks, loss_fn=inner)
     return Trainer.Config(**kept | {"model_spec": spec, "compile": CompileConfig()})
 
 
@@ -169,6 +180,9 @@ class Titan:
             "ntokens_seen": 0,
             "_traced_step": None,
         }
+        if hasattr(self.trainer.loss_fn, "set_lm_head"):
+            self.trainer.loss_fn.set_lm_head(self.model.lm_head)
+            self.model._skip_lm_head = True
         self.trainer.fwd_bwd_fn = self.trainer._forward_backward_body
         self.tokens = torch.tensor(float(BATCH * SEQUENCE * ranks))
         self.vocabulary = spec.model.vocab_size
@@ -195,9 +209,12 @@ class Titan:
         for name, parameter in self.model.named_parameters():
             grad = parameter.grad
             assert grad is not None, name
-            found[name] = (grad.to_local() if hasattr(grad, "to_local") else grad).clone()
+            found[name.replace(_WRAPPED, "")] = (
+                grad.to_local() if hasattr(grad, "to_local") else grad
+            ).clone()
         return found
 
     @property
     def buffers(self) -> dict[str, torch.Tensor]:
-        return {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        named = self.model.named_buffers()
+        return {name.replace(_WRAPPED, ""): buffer.clone() for name, buffer in named}
