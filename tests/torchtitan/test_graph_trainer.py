@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from examples.torchtitan import on_cpu as titan
 from overlapc.core.errors import CaptureError
 from tests.multiprocess.spawn import run_ranks
-from tests.torchtitan import titan
 
 pytestmark = [
     pytest.mark.multiprocess,
@@ -49,7 +49,7 @@ def on_rank(rank: int, ranks: int, name: str, budgets: list[Any]) -> list[dict[s
     config = titan.config_of(model, **parallelism)
     config.compile.enable_passes = False
     eager = titan.Titan(config if name in OTHERWISE else titan.eager_of(config), ranks)
-    _sum_alone(eager.model)
+    titan.sum_alone(eager.model)
     losses = [eager.step(rank, number) for number in range(2)]
     rows = []
     for budget in budgets:
@@ -73,15 +73,6 @@ def on_rank(rank: int, ranks: int, name: str, budgets: list[Any]) -> list[dict[s
         )
     dist.destroy_process_group()
     return rows
-
-
-def _sum_alone(model: torch.nn.Module) -> None:
-    """Have FSDP2 divide by itself, as a traced step does: on gloo it averages otherwise."""
-    from torch.distributed.fsdp import FSDPModule
-
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_force_sum_reduction_for_comms(True)
 
 
 @pytest.mark.parametrize(
@@ -111,14 +102,14 @@ def plain_on_rank(rank: int, ranks: int, name: str) -> dict[str, Any]:
     model, _, parallelism = LAYOUTS[name]
     config = titan.eager_of(titan.config_of(model, **parallelism))
     eager = titan.Titan(config, ranks)
-    _sum_alone(eager.model)
+    titan.sum_alone(eager.model)
     expected = [eager.step(rank, number) for number in range(2)]
     flex = titan.eager_of(titan.config_of(model, attention="flex"))
     with pytest.warns(RuntimeWarning, match="runs as it is: the kernels of its flex attention"):
         titan.Titan(overlapc.torchtitan.planned(flex), ranks)
     planned = titan.Titan(overlapc.torchtitan.planned(config, profile="estimate"), ranks)
     if name == "chunked loss":  # each chunk's backward is FSDP2's own
-        _sum_alone(planned.model)
+        titan.sum_alone(planned.model)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         losses = [planned.step(rank, number) for number in range(2)]
@@ -163,7 +154,7 @@ def refused_on_one(
 
     config = titan.config_of("llama3")
     eager = titan.Titan(titan.eager_of(config), ranks)
-    _sum_alone(eager.model)
+    titan.sum_alone(eager.model)
     expected = eager.step(rank)
     option = ""
     try:

@@ -137,6 +137,15 @@ def eager_of(config: Any) -> Any:
     return Trainer.Config(**kept | {"model_spec": spec, "compile": CompileConfig()})
 
 
+def sum_alone(model: torch.nn.Module) -> None:
+    """Have FSDP2 divide by itself, as a traced step does: on gloo it averages otherwise."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+
+
 class Titan:
     """A trainer of a config as far as one step needs it."""
 
