@@ -115,8 +115,21 @@ def _registered(options: Options) -> str:
         return [*before, overlapc_pass, *behind]
 
     registry.register_pass_pipeline(name)(pipeline)
-    registry.register_post_init_hook(name)(lambda trainer: _trainers.append(weakref.ref(trainer)))
+    registry.register_post_init_hook(name)(_begun)
     return name
+
+
+def _begun(trainer: Any) -> None:
+    """Remember a graph trainer, and say so if it has no use for a pass pipeline."""
+    _trainers.append(weakref.ref(trainer))
+    compiles = trainer.config.compile
+    reasons = {
+        "pipeline parallelism": trainer.parallel_dims.pp_enabled,
+        'compile.mode, expected "aot_fx_trace"': compiles.mode != "aot_fx_trace",
+        "compile.enable_passes=False": not compiles.enable_passes,
+    }
+    if reason := next((reason for reason, found in reasons.items() if found), ""):
+        warn(f"overlapc: this run is not planned: {reason}")
 
 
 class _TracedStep:

@@ -8,6 +8,7 @@ with: modules of these names stand in.
 from __future__ import annotations
 
 import importlib.util
+import math
 import sys
 import types
 from pathlib import Path
@@ -23,7 +24,6 @@ _UNUSED = (
 _SEEDED_OPS = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _COMPILED = ["annotate_flex_attention_for_regional_inductor_pass", "regional_inductor_pass"]
 _WRAPPED = "_checkpoint_wrapped_module."
-SEQUENCE, BATCH = 64, 2
 
 
 def is_there() -> bool:
@@ -80,9 +80,17 @@ class _Unused(types.ModuleType):
 
 
 def config_of(
-    model: str, layers: int = 2, attention: str = "sdpa", chunks: int = 0, **parallelism: Any
+    model: str,
+    layers: int = 2,
+    width: int = 0,
+    *,
+    sequence: int = 64,
+    attention: str = "sdpa",
+    chunks: int = 0,
+    **parallelism: Any,
 ) -> Any:
-    """A graph trainer's config of a debug model, whose attention a CPU can run."""
+    """A graph trainer's config of a debug model, or of a llama3 of another width. `chunks` of the
+    sequence for its loss."""
     from dataclasses import replace
 
     from torchtitan.components.loss import CrossEntropyLoss
@@ -94,6 +102,8 @@ def config_of(
     module = importlib.import_module(f"torchtitan.experiments.graph_trainer.{model}")
     kinds = {"moe_comm_backend": "standard"} if model == "deepseek_v3" else {}
     spec = module.model_registry("debugmodel", attn_backend=attention, **kinds)
+    if width:
+        spec = replace(spec, model=_as_wide(spec.model, layers, width, attention))
     spec.model.layers = spec.model.layers[:layers]
     loss: Any = CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size)
     if chunks:
@@ -104,14 +114,39 @@ def config_of(
             enable=True, disable_passes=["cudagraph_pass", *_COMPILED]
         ),
         training=TrainingConfig(
-            local_batch_size=BATCH,
-            seq_len=SEQUENCE,
+            local_batch_size=2,
+            seq_len=sequence,
             disable_cuda_graphs=True,
             mixed_precision_param="float32",
             mixed_precision_reduce="float32",
         ),
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor", **parallelism),
         loss=loss,
+    )
+
+
+def _as_wide(model: Any, layers: int, width: int, attention: str) -> Any:
+    """A llama3 of this width, whose heads have 64 channels."""
+    from dataclasses import replace
+
+    from torchtitan.models import llama3
+
+    rope = replace(model.layers[0].attention.rope, dim=64)
+    blocks = llama3._build_llama3_layers(
+        n_layers=layers,
+        dim=width,
+        n_heads=width // 64,
+        hidden_dim=3 * width,
+        rope=rope,
+        attn_backend=attention,
+    )
+    return replace(
+        model,
+        dim=width,
+        tok_embeddings=replace(model.tok_embeddings, embedding_dim=width),
+        norm=replace(model.norm, normalized_shape=width),
+        lm_head=replace(model.lm_head, in_features=width),
+        layers=blocks,
     )
 
 
@@ -193,7 +228,8 @@ class Titan:
             self.trainer.loss_fn.set_lm_head(self.model.lm_head)
             self.model._skip_lm_head = True
         self.trainer.fwd_bwd_fn = self.trainer._forward_backward_body
-        self.tokens = torch.tensor(float(BATCH * SEQUENCE * ranks))
+        self.shape = config.training.local_batch_size, config.training.seq_len
+        self.tokens = torch.tensor(float(math.prod(self.shape) * ranks))
         self.vocabulary = spec.model.vocab_size
         pipeline = getattr(config.compile, "pass_pipeline", "")
         POST_INIT_HOOKS.get(pipeline, lambda _: None)(self.trainer)
@@ -201,10 +237,10 @@ class Titan:
     def step(self, rank: int, number: int = 0) -> torch.Tensor:
         """The loss of a step; gradients are added up."""
         chance = torch.Generator().manual_seed(100 * number + rank)
-        shape = (BATCH, SEQUENCE)
-        tokens, labels = (torch.randint(self.vocabulary, shape, generator=chance) for _ in range(2))
+        drawn = (torch.randint(self.vocabulary, self.shape, generator=chance) for _ in range(2))
+        tokens, labels = drawn
         # Several documents a row, as torchtitan packs them.
-        positions = (torch.arange(SEQUENCE) % (20 + number)).expand(shape)
+        positions = (torch.arange(self.shape[1]) % (20 + number)).expand(self.shape)
         loss: torch.Tensor = self.trainer.forward_backward_step(
             input_dict={"input": tokens, "positions": positions},
             labels=labels,

@@ -161,6 +161,10 @@ def refused_on_one(
         overlapc.torchtitan.planned(config, backend="inductor")
     except OptionError as refusal:
         option = str(refusal)
+    without = overlapc.torchtitan.planned(titan.config_of("llama3"))
+    without.compile.enable_passes = False
+    with pytest.warns(RuntimeWarning, match="this run is not planned: compile.enable_passes"):
+        titan.Titan(without, ranks)
     if rank == 1:
 
         def refuse(_: object) -> None:
