@@ -42,6 +42,7 @@ from examples.gpt.model import GPT, GPTConfig
 from examples.moe.model import MoEConfig, MoEGPT
 from overlapc.emulate import Link, init_link, now_ns
 from overlapc.planning import road
+from overlapc.profiler.memory import measure_peak
 
 MICROBATCHES = 4
 
@@ -117,6 +118,10 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
             before(mine)
         after(mine)
         grads = [[p.grad.to_local().clone() for p in m.parameters()] for m in (theirs, ours)]
+        held = []
+        for model, run in ((theirs, before), (ours, after)):
+            model.zero_grad()
+            held.append(measure_peak(partial(run, mine)))
         variants = {"own": (theirs, before, []), "planned": (ours, after, [])}
         for model, run, times in interleaved(list(variants.values()), args.reps):
             model.zero_grad()
@@ -132,13 +137,15 @@ def measured(args: argparse.Namespace) -> dict[str, Any]:
             "rho": comm / compute,
             "predicted ms": [report.step_ns / 1e6, planned.step_ms],
             "peaks": [report.peak_bytes, mean.peak_bytes],
+            "measured peaks": held,
         }
         say(
             f"{what:10} own {statistics.median(base) / 1e6:7.1f} ms, planned "
             f"{statistics.median(better) / 1e6:7.1f} ms: {ratio(base, better)} times as fast; "
             f"{'equal' if found[what]['bitwise'] else 'DIFFERENT'}; rho {comm / compute:.2f}; "
             f"predicted {report.step_ns / 1e6:.1f} and {planned.step_ms:.1f} ms, peaks "
-            f"{report.peak_bytes / 2**20:.1f} and {mean.peak_bytes / 2**20:.1f} MiB"
+            f"{report.peak_bytes / 2**20:.1f} and {mean.peak_bytes / 2**20:.1f} MiB (measured "
+            f"{held[0] / 2**20:.1f} and {held[1] / 2**20:.1f})"
         )
     return found
 
