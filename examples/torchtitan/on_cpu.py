@@ -87,6 +87,7 @@ def config_of(
     sequence: int = 64,
     attention: str = "sdpa",
     chunks: int = 0,
+    precision: str = "float32",
     **parallelism: Any,
 ) -> Any:
     """A graph trainer's config of a debug model, or of a llama3 of another width. `chunks` of the
@@ -117,7 +118,7 @@ def config_of(
             local_batch_size=2,
             seq_len=sequence,
             disable_cuda_graphs=True,
-            mixed_precision_param="float32",
+            mixed_precision_param=precision,
             mixed_precision_reduce="float32",
         ),
         parallelism=ParallelismConfig(spmd_backend="partial_dtensor", **parallelism),

@@ -7,6 +7,7 @@ the step without a plan.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -23,15 +24,22 @@ pytestmark = [
 ]
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "fsdp": ("llama3", 2, {}),
+    "bf16": ("llama3", 2, {"precision": "bfloat16"}),
     "chunked loss": ("llama3", 2, {"chunks": 4}),
     "flex attention": ("llama3", 2, {"attention": "flex"}),
+    "as its configs": ("llama3", 2, {"attention": "flex", "precision": "bfloat16", "chunks": 4}),
     "experts": ("deepseek_v3", 2, {"expert_parallel_degree": 2}),
     "hsdp": ("llama3", 4, {"data_parallel_replicate_degree": 2}),
     "fsdp and tp": ("llama3", 4, {"tensor_parallel_degree": 2}),
 }
+OTHERWISE = ("hsdp", "chunked loss", "as its configs")
+IN_MAKE_TEST = ("fsdp", "as its configs", "experts")
 
 
-OTHERWISE = ("hsdp", "chunked loss")
+def each_of(names: Iterable[str]) -> list[Any]:
+    """Layouts to test with, most of them in `make test-all` alone."""
+    slow = pytest.mark.slow
+    return [pytest.param(name, marks=() if name in IN_MAKE_TEST else slow) for name in names]
 
 
 def differ(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
@@ -75,13 +83,7 @@ def on_rank(rank: int, ranks: int, name: str, budgets: list[Any]) -> list[dict[s
     return rows
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if ranks > 2 else ())
-        for name, (_, ranks, _) in LAYOUTS.items()
-    ],
-)
+@pytest.mark.parametrize("name", each_of(LAYOUTS))
 @pytest.mark.timeout(300)
 def test_a_planned_step_is_the_trainers(name: str) -> None:
     ranks = LAYOUTS[name][1]
@@ -128,7 +130,11 @@ def plain_on_rank(rank: int, ranks: int, name: str) -> dict[str, Any]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "name", ["fsdp", "chunked loss", pytest.param("experts", marks=pytest.mark.slow)]
+    "name",
+    [
+        "chunked loss",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("fsdp", "bf16", "experts")),
+    ],
 )
 def test_the_plain_trainer_is_planned_in_place(name: str) -> None:
     for found in run_ranks(plain_on_rank, 2, name, timeout_s=200):
@@ -181,7 +187,9 @@ def refused_on_one(
     return same, unlike, said, len(overlapc.torchtitan.reports), option
 
 
-@pytest.mark.parametrize("error", [CaptureError, ZeroDivisionError])
+@pytest.mark.parametrize(
+    "error", [CaptureError, pytest.param(ZeroDivisionError, marks=pytest.mark.slow)]
+)
 @pytest.mark.timeout(300)
 def test_if_one_rank_cannot_plan_all_run_torchtitans_passes(error: type[Exception]) -> None:
     found = run_ranks(refused_on_one, 2, error, timeout_s=200)
