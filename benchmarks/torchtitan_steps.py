@@ -81,7 +81,10 @@ def rank_main(args: argparse.Namespace, rate: float) -> None:
     made, rank = trainers(args), dist.get_rank()
     losses = {name: each.step(rank) for name, each in made.items()}  # traced and planned
     gradients = {name: each.gradients for name, each in made.items()}
-    peaks = {name: measure_peak(partial(each.step, rank)) for name, each in made.items()}
+    peaks = {}
+    for name, each in made.items():
+        each.model.zero_grad()
+        peaks[name] = measure_peak(partial(each.step, rank))
     times: dict[str, list[int]] = {name: [] for name in made}
     for name in interleaved(list(made), args.reps):
         times[name].append(slowest_ns(partial(made[name].step, rank)))
@@ -130,7 +133,8 @@ def main() -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     ranks = f"--nproc-per-node={args.ranks}"
     for rate in args.rates.split(","):
-        rated = {**os.environ, "OVERLAPC_RATE": rate, "OMP_NUM_THREADS": "1"}
+        quiet = {"OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "99", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        rated = {**os.environ, **quiet, "OVERLAPC_RATE": rate}
         subprocess.run([*torchrun, ranks, *sys.argv], env=rated, check=True)
 
 

@@ -104,7 +104,7 @@ def config_of(
     kinds = {"moe_comm_backend": "standard"} if model == "deepseek_v3" else {}
     spec = module.model_registry("debugmodel", attn_backend=attention, **kinds)
     if width:
-        spec = replace(spec, model=_as_wide(spec.model, layers, width, attention))
+        spec = replace(spec, model=_as_wide(spec.model, layers, width))
     spec.model.layers = spec.model.layers[:layers]
     loss: Any = CrossEntropyLoss.Config(global_vocab_size=spec.model.vocab_size)
     if chunks:
@@ -126,8 +126,8 @@ def config_of(
     )
 
 
-def _as_wide(model: Any, layers: int, width: int, attention: str) -> Any:
-    """A llama3 of this width, whose heads have 64 channels."""
+def _as_wide(model: Any, layers: int, width: int) -> Any:
+    """A llama3 of this width, whose heads have 64 channels, with the same attention."""
     from dataclasses import replace
 
     from torchtitan.models import llama3
@@ -139,8 +139,10 @@ def _as_wide(model: Any, layers: int, width: int, attention: str) -> Any:
         n_heads=width // 64,
         hidden_dim=3 * width,
         rope=rope,
-        attn_backend=attention,
+        attn_backend="flex",
     )
+    for block in blocks:
+        block.attention.inner_attention = model.layers[0].attention.inner_attention
     return replace(
         model,
         dim=width,
