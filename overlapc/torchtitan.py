@@ -8,12 +8,13 @@ plain one the model's calls are, as `optimize` plans them.
         return overlapc.torchtitan.planned(graph_trainer_llama3_8b(), memory_budget="70GB")
 
 In the graph trainer their clean-up runs before the plan; regional Inductor and CUDA graphs run
-behind it and keep its order. Without `memory_budget` a step may take what it takes under their
-memory policy. What cannot be planned runs by their own passes, with one warning.
+behind it and keep its order. Without `memory_budget` a step may take what their passes'
+order takes. What cannot be planned runs by their own passes, with one warning.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -28,8 +29,9 @@ from torchtitan.models.common.attention import FlexAttention
 from torchtitan.tools.logging import logger
 from torchtitan.trainer import Trainer
 
-from overlapc.core.errors import CaptureError, OptionError
+from overlapc.core.errors import CaptureError, Infeasible, OptionError
 from overlapc.integrations.in_place import InPlace, in_place
+from overlapc.passes.whole import peak_in_order
 from overlapc.planning.options import Options
 from overlapc.planning.report import Report
 from overlapc.ranks.groups import Attempts
@@ -150,7 +152,13 @@ class _TracedStep:
         static = range(self.traced.num_static_inputs)
         try:
             gradients = dict(self._gradients())
-            report = plan_step(graph, gradients, static, self.options, self.attempts)
+            try:
+                options = self._as_much_as_theirs(graph, inputs)
+                report = plan_step(graph, gradients, static, options, self.attempts)
+            except Infeasible:
+                if self.options.memory_budget is not None:
+                    raise
+                report = plan_step(graph, gradients, static, self.options, self.attempts)
         except CaptureError as error:
             self.attempts.refused(error)
             warn(f"overlapc: torchtitan's own passes run this step: {error}")
@@ -163,6 +171,15 @@ class _TracedStep:
             f"{report.step_ms:.1f} ms and {report.peak_bytes / 1e9:.2f} GB"
         )
         return graph
+
+    def _as_much_as_theirs(self, graph: fx.GraphModule, inputs: Any) -> Options:
+        """The options, with what their passes' order takes as the budget if none is given."""
+        if self.options.memory_budget is not None:
+            return self.options
+        theirs = copy.deepcopy(graph)
+        for their_pass in self.instead:
+            theirs = their_pass(theirs, inputs)
+        return replace(self.options, memory_budget=peak_in_order(theirs.graph))
 
     def _gradients(self) -> Iterator[tuple[int, int]]:
         """The places of trained inputs and of their gradients."""

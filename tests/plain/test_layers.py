@@ -103,7 +103,7 @@ LAYERS = {
     "api": Layer("core passes planning ranks runtime sharded tools torch"),
     # Loops of libraries that hold the model themselves.
     "integrations": Layer("api core planning runtime tools torch"),
-    "torchtitan": Layer("core integrations planning ranks runtime tools torch"),
+    "torchtitan": Layer("core integrations passes planning ranks runtime tools torch"),
     "overlapc": Layer("core", "api planning runtime search solvers"),
 }
 APART = {"core", "tools"}  # folders whose modules import what their own layer says alone

@@ -20,7 +20,7 @@ from torch.nn.attention import flex_attention as flex
 
 from overlapc.core.check import check
 from overlapc.core.errors import CaptureError, Infeasible
-from overlapc.passes.whole import WholeStep
+from overlapc.passes.whole import WholeStep, peak_in_order
 from overlapc.planning.options import Options
 from overlapc.planning.problem import formulate
 from overlapc.profiler.estimate import estimate
@@ -278,6 +278,17 @@ def test_parts_that_are_copied_into_one_tensor() -> None:
     assert step.same(graph)
     with pytest.raises(CaptureError, match=OTHERS_READ):
         filled(early=True).copied()
+
+
+def test_what_an_order_holds() -> None:
+    def step(x: Tensor) -> Tensor:  # of 4 bytes each: 100, and 50 of a copy
+        doubled = x * 2
+        first, _ = doubled.split(50)  # views
+        return (first + 1).sum() + doubled[:10].cos().sum()
+
+    graph = make_fx(step, tracing_mode="fake")(randn(100)).graph
+    # `doubled` and the copy; then `doubled`, the copy's sum and ten cosines
+    assert peak_in_order(graph) == 4 * 151
 
 
 def test_ops_of_higher_order_are_refused_by_name() -> None:
