@@ -13,7 +13,6 @@ import ctypes
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from opcode import opname
@@ -21,6 +20,7 @@ from types import FrameType
 from typing import TypeVar
 
 from overlapc.core.errors import RankError
+from overlapc.tools.frames import frames_of, handled_by
 from overlapc.tools.shared_changes import Shared
 
 T = TypeVar("T")
@@ -184,11 +184,11 @@ class _Guard(threading.Thread):
                 self.found = found
                 if self.resting or _ends(self._whom):
                     return
-                frame = sys._current_frames().get(self._whom)
-                at = -1 if frame is None else frame.f_lasti
-                if _is_good(frame, at, time.monotonic() - began):
+                frames = frames_of(self._whom)
+                at = frames[0].f_lasti if frames else -1
+                if _is_good(frames, at, time.monotonic() - began):
                     self._sent = True
-                    if _interrupt(self._whom, frame, at):
+                    if _interrupt(self._whom, frames[0], at):
                         return
 
     def rest(self, resting: bool) -> None:
@@ -212,8 +212,7 @@ class _Guard(threading.Thread):
 
 def _ends(thread: int) -> bool:
     """Is the thread already handling a Lost?"""
-    handled = sys._current_exceptions().get(thread)
-    error = handled[1] if isinstance(handled, tuple) else handled  # a tuple before Python 3.12
+    error = handled_by(thread)
     while error is not None and not isinstance(error, Lost):
         error = error.__context__
     return error is not None
@@ -228,16 +227,15 @@ def _follows(error: BaseException | None) -> bool:
     return False
 
 
-def _is_good(frame: FrameType | None, at: int, waited_s: float) -> bool:
-    """Is it a good moment to interrupt the frame at this op, after so long a search?"""
-    if frame is None or waited_s >= 2 * _PATIENCE_S:
-        return frame is not None
-    return (waited_s >= _PATIENCE_S or _is_between(frame, at)) and _may_break(frame)
+def _is_good(frames: list[FrameType], at: int, waited_s: float) -> bool:
+    """Is it a good moment to interrupt the innermost frame at this op, after so long a search?"""
+    if not frames or waited_s >= 2 * _PATIENCE_S:
+        return bool(frames)
+    return (waited_s >= _PATIENCE_S or _is_between(frames[0], at)) and _may_break(frames)
 
 
-def _may_break(frame: FrameType) -> bool:
-    """May an exception end the frame and all that called it, as far as their names tell?"""
-    frames = [found for found, _ in traceback.walk_stack(frame)]
+def _may_break(frames: list[FrameType]) -> bool:
+    """May an exception end all these frames, as far as their names tell?"""
     return not any(
         found.f_code.co_name in _UNBROKEN
         or _is_of(found, _CALLED_BACK)

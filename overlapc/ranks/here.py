@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import sysconfig
 from pathlib import Path
 from types import FrameType
 from typing import Any
+
+from overlapc.tools.frames import frames_of, local
 
 _OVERLAPC = str(Path(__file__).parents[1]) + "/"
 _LIBRARIES = (*{sysconfig.get_path(name) + "/" for name in ("stdlib", "purelib", "platlib")}, "<")
@@ -23,11 +24,7 @@ def place_of(thread: int) -> dict[str, Any]:
     within      the collective of torch.distributed that it is in, and `group`, that one's name
     computes    is it in torch, in a graph, or in overlapc, where a collective may hold it?
     """
-    frame = sys._current_frames().get(thread)
-    frames = []
-    while frame is not None:
-        frames.append(frame)
-        frame = frame.f_back
+    frames = frames_of(thread)
     if not frames:
         return {"at": "an unknown place", "within": "", "group": None, "computes": False}
     own = next((f for f in frames if not _is_library(f.f_code.co_filename)), frames[0])
@@ -59,6 +56,6 @@ def _collective(frames: list[FrameType]) -> tuple[str, str | None]:
         if _C10D in frame.f_code.co_filename and "group" in frame.f_code.co_varnames:
             if name.startswith("_") or name in _TO_ONE or name == "new_group":
                 return name, None
-            group = frame.f_locals.get("group")
+            group = local(frame, "group")
             return name, "" if group is None else str(getattr(group, "group_name", ""))
     return "", None

@@ -81,7 +81,7 @@ LAYERS = {
     # How ranks agree, and who is dead, late or disagrees. Everything that runs uses it.
     "ranks": Layer("core passes tools torch"),
     "ranks.guard": Layer("core tools"),
-    "ranks.here": Layer(),
+    "ranks.here": Layer("tools"),
     "ranks.presence": Layer(),
     # Which layout of a cluster, without running it.
     "search": Layer("core planning profiler solvers tools", "nn passes torch"),
