@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sysconfig
 from pathlib import Path
-from types import FrameType
+from types import CodeType
 from typing import Any
 
-from overlapc.tools.frames import frames_of, local
+from overlapc.tools.frames import calls_of, local
 
 _OVERLAPC = str(Path(__file__).parents[1]) + "/"
 _LIBRARIES = (*{sysconfig.get_path(name) + "/" for name in ("stdlib", "purelib", "platlib")}, "<")
@@ -24,19 +24,20 @@ def place_of(thread: int) -> dict[str, Any]:
     within      the collective of torch.distributed that it is in, and `group`, that one's name
     computes    is it in torch, in a graph, or in overlapc, where a collective may hold it?
     """
-    frames = frames_of(thread)
-    if not frames:
+    calls = calls_of(thread)
+    if not calls:
         return {"at": "an unknown place", "within": "", "group": None, "computes": False}
-    own = next((f for f in frames if not _is_library(f.f_code.co_filename)), frames[0])
-    within, group = _collective(frames)
-    files = [f.f_code.co_filename for f in frames[: frames.index(own)]]
+    files = [code.co_filename for code, _ in calls]
+    own = next((i for i, file in enumerate(files) if not _is_library(file)), 0)
+    code, line = calls[own]
+    within, group = _collective(thread, [code for code, _ in calls])
     return {
-        "at": f"{Path(own.f_code.co_filename).name}:{own.f_lineno} in {own.f_code.co_name}",
+        "at": f"{Path(code.co_filename).name}:{line} in {code.co_name}",
         "within": within,
         "group": group,
-        "computes": bool(files)
+        "computes": own > 0
         and (("/torch/" in files[0]) or files[0].startswith((_OVERLAPC, "<eval_with_key")))
-        and not any(part in file for file in files for part in _ALONE),
+        and not any(part in file for file in files[:own] for part in _ALONE),
     }
 
 
@@ -49,13 +50,13 @@ def _is_library(file: str) -> bool:
     return file.startswith((_OVERLAPC, *_LIBRARIES)) or "/site-packages/" in file
 
 
-def _collective(frames: list[FrameType]) -> tuple[str, str | None]:
-    """The outermost collective among the frames, and the name of its group ("" is the default)."""
-    for frame in reversed(frames):
-        name = frame.f_code.co_name
-        if _C10D in frame.f_code.co_filename and "group" in frame.f_code.co_varnames:
+def _collective(thread: int, codes: list[CodeType]) -> tuple[str, str | None]:
+    """The outermost collective among the calls, and the name of its group ("" is the default)."""
+    for depth, code in reversed([*enumerate(codes)]):
+        name = code.co_name
+        if _C10D in code.co_filename and "group" in code.co_varnames:
             if name.startswith("_") or name in _TO_ONE or name == "new_group":
                 return name, None
-            group = local(frame, "group")
+            group = local(thread, depth, "group")
             return name, "" if group is None else str(getattr(group, "group_name", ""))
     return "", None

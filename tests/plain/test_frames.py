@@ -1,4 +1,4 @@
-"""Frames of another thread are looked at without a collection of garbage meanwhile."""
+"""Another thread is looked at and does not notice."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from overlapc.tools.frames import frames_of, handled_by, local
+from overlapc.tools.frames import calls_of, frames_of, handled_by, local
 
 DEEP = 400
 
@@ -46,16 +46,19 @@ def handling(come: threading.Event, leave: threading.Event) -> None:
         deep(come, leave, 0)
 
 
-def test_a_waiting_threads_frames() -> None:
+def test_a_waiting_threads_calls() -> None:
     with waiting(deep) as thread:
-        frames = frames_of(thread)
-        own = [frame for frame in frames if frame.f_code is deep.__code__]
+        calls = calls_of(thread)
+        own = [depth for depth, (code, _) in enumerate(calls) if code is deep.__code__]
         assert len(own) == DEEP + 1
-        assert (own[0].f_locals["left"], own[-1].f_locals["left"]) == (0, DEEP)
-        assert [local(own[0], "group"), local(own[0], "none")] == ["experts", None]
+        line = deep.__code__.co_firstlineno
+        assert [calls[depth][1] - line for depth in (own[0], own[-1])] == [5, 2]
+        assert [local(thread, own[0], name) for name in ("group", "none")] == ["experts", None]
+        assert [local(thread, own[-1], "left"), local(thread, len(calls), "left")] == [DEEP, None]
+        assert [frame.f_code for frame in frames_of(thread)] == [code for code, _ in calls]
         assert handled_by(thread) is None
-    del frames, own
-    assert frames_of(thread) == []  # it has ended
+    assert calls_of(thread) == frames_of(thread) == []  # it has ended
+    assert local(thread, 0, "left") is None
 
 
 def test_what_a_thread_handles() -> None:
@@ -63,12 +66,8 @@ def test_what_a_thread_handles() -> None:
         assert str(handled_by(thread)) == "a shape"
 
 
-def test_own_frames() -> None:
-    assert frames_of(threading.get_ident())[-1].f_back is None
-
-
 @pytest.mark.parametrize("enabled", [True, False])
-def test_no_garbage_is_collected_while_frames_are_looked_at(enabled: bool) -> None:
+def test_no_garbage_is_collected_meanwhile(enabled: bool) -> None:
     """Nor is the collector left otherwise than it was."""
     starts = []
 
@@ -81,7 +80,7 @@ def test_no_garbage_is_collected_while_frames_are_looked_at(enabled: bool) -> No
         try:
             gc.set_threshold(20, 7, 7)
             (gc.enable if enabled else gc.disable)()
-            found = len(frames_of(thread))
+            found = len(calls_of(thread))
             kept = gc.isenabled(), gc.get_threshold()
             count = len(starts)
         finally:
@@ -92,3 +91,32 @@ def test_no_garbage_is_collected_while_frames_are_looked_at(enabled: bool) -> No
     assert found > DEEP
     # Around it there are a few objects; a frame for each call would be DEEP of them.
     assert count <= 4, (count, sys.version)
+
+
+def made() -> object:
+    group = object()
+    return group
+
+
+def test_nothing_of_a_thread_is_held() -> None:
+    """A result has one reference, its reader's, also if the function that made it is looked at
+    while it returns."""
+    own = threading.get_ident()
+
+    def look() -> None:
+        for _ in range(2_000):
+            calls_of(own)
+            local(own, 0, "group")
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    looking = threading.Thread(target=look)
+    looking.start()
+    counts = set()
+    try:
+        while looking.is_alive():
+            counts.add(sys.getrefcount(made()))
+    finally:
+        looking.join()
+        sys.setswitchinterval(before)
+    assert counts == {1}
