@@ -105,6 +105,17 @@ def leave() -> None:
     os._exit(0)
 
 
+def leave_if(same: bool) -> None:
+    """Say whether losses and parameters are the same; end this rank, with 1 if they differ on
+    any."""
+    say("losses and parameters are bitwise the same" if same else "THEY DIFFER")
+    differ = torch.tensor(int(not same))
+    dist.all_reduce(differ)
+    if differ.item():
+        sys.exit(1)
+    leave()
+
+
 def say(text: str) -> None:
     """Print a message to stderr, on one rank only."""
     if dist.get_rank() == 0:

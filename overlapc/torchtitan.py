@@ -35,7 +35,7 @@ from overlapc.passes.whole import peak_in_order
 from overlapc.planning.options import Options
 from overlapc.planning.report import Report
 from overlapc.ranks.groups import Attempts
-from overlapc.runtime.whole import plan_step
+from overlapc.runtime.whole import plan_step, unforeseen_refuses
 from overlapc.tools.told import warn
 
 NAME = "overlapc"  # of the pass pipeline; options may follow
@@ -176,10 +176,11 @@ class _TracedStep:
         """The options, with what their passes' order takes as the budget if none is given."""
         if self.options.memory_budget is not None:
             return self.options
-        theirs = copy.deepcopy(graph)
-        for their_pass in self.instead:
-            theirs = their_pass(theirs, inputs)
-        return replace(self.options, memory_budget=peak_in_order(theirs.graph))
+        with unforeseen_refuses():
+            theirs = copy.deepcopy(graph)
+            for their_pass in self.instead:
+                theirs = their_pass(theirs, inputs)
+            return replace(self.options, memory_budget=peak_in_order(theirs.graph))
 
     def _gradients(self) -> Iterator[tuple[int, int]]:
         """The places of trained inputs and of their gradients."""

@@ -3,7 +3,8 @@ in place."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 
 from torch import fx
 
@@ -25,26 +26,36 @@ def plan_step(
 ) -> Report:
     """Plan a graph of forward, loss and backward, and order it so. `gradients` are the places of
     gradients among its results, by the place of the input that they are of; `static` the places of
-    inputs that last from step to step. A CaptureError (also for an error that nobody foresaw)
-    leaves the graph's ops in their order."""
+    inputs that last from step to step. A CaptureError leaves the graph's ops in their
+    order."""
     step = None
     try:
-        if options.profile == "measure" and any(map(is_flex, graph.graph.nodes)):
-            raise CaptureError(
-                "flex attention has no kernel to measure before Inductor compiles it; expected "
-                'profile="estimate" and hardware='
-            )
-        step = WholeStep(graph, gradients, static)
-        groups = step.captured.trace.groups
-        with attempts.exchange_for(groups, options.timeout_s) as exchange:
-            report = plan(
-                step.captured, options, TrainingStep("whole step"), exchange=exchange
-            ).report
-    except BaseException as error:
+        with unforeseen_refuses():
+            if options.profile == "measure" and any(map(is_flex, graph.graph.nodes)):
+                raise CaptureError(
+                    "flex attention has no kernel to measure before Inductor compiles it; expected "
+                    'profile="estimate" and hardware='
+                )
+            step = WholeStep(graph, gradients, static)
+            groups = step.captured.trace.groups
+            with attempts.exchange_for(groups, options.timeout_s) as exchange:
+                report = plan(
+                    step.captured, options, TrainingStep("whole step"), exchange=exchange
+                ).report
+    except BaseException:
         if step is not None:
             step.restore()
-        if isinstance(error, OverlapcError) or not isinstance(error, Exception):
-            raise
-        raise CaptureError(f"{type(error).__name__}: {error}") from error
+        raise
     step.reorder(report.plan)
     return report
+
+
+@contextmanager
+def unforeseen_refuses() -> Iterator[None]:
+    """Turn an error that nobody foresaw into a CaptureError."""
+    try:
+        yield
+    except OverlapcError:
+        raise
+    except Exception as error:
+        raise CaptureError(f"{type(error).__name__}: {error}") from error

@@ -151,7 +151,7 @@ def test_the_plain_trainer_is_planned_in_place(name: str) -> None:
 
 
 def refused_on_one(
-    rank: int, ranks: int, error: type[Exception]
+    rank: int, ranks: int, error: type[Exception], where: str
 ) -> tuple[bool, list[str], list[str], int, str]:
     """A step that rank 1 alone cannot plan, and an option that this front door does not read."""
     dist.init_process_group("gloo")
@@ -159,6 +159,8 @@ def refused_on_one(
     import overlapc.torchtitan
     from overlapc.core.errors import OptionError
     from overlapc.passes import whole
+
+    fails = {"a node": (whole, "_refuse"), "the budget": (overlapc.torchtitan, "peak_in_order")}
 
     config = titan.config_of("llama3")
     eager = titan.Titan(titan.eager_of(config), ranks)
@@ -178,7 +180,7 @@ def refused_on_one(
         def refuse(_: object) -> None:
             raise error("an op that this rank alone has")
 
-        whole._refuse = refuse
+        setattr(*fails[where], refuse)
     planned = titan.Titan(overlapc.torchtitan.planned(config, profile="estimate"), ranks)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
@@ -190,11 +192,18 @@ def refused_on_one(
 
 
 @pytest.mark.parametrize(
-    "error", [CaptureError, pytest.param(ZeroDivisionError, marks=pytest.mark.slow)]
+    ("error", "where"),
+    [
+        (CaptureError, "a node"),
+        pytest.param(ZeroDivisionError, "a node", marks=pytest.mark.slow),
+        pytest.param(ZeroDivisionError, "the budget", marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.timeout(300)
-def test_if_one_rank_cannot_plan_all_run_torchtitans_passes(error: type[Exception]) -> None:
-    found = run_ranks(refused_on_one, 2, error, timeout_s=200)
+def test_if_one_rank_cannot_plan_all_run_torchtitans_passes(
+    error: type[Exception], where: str
+) -> None:
+    found = run_ranks(refused_on_one, 2, error, where, timeout_s=200)
     for same, unlike, said, reports, option in found:
         assert same
         assert unlike == []
