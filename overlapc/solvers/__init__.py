@@ -253,13 +253,13 @@ def _ladder(
     peaks = [peak_bytes(problem, plan) for plan in steady]
     least, most = min(peaks), max(peaks)
     ops = len(problem.trace.ops)
-    rungs = max(FEW, min(RUNGS, LADDER // max(1, ops)))
+    rungs = RUNGS if quick else max(FEW, min(RUNGS, LADDER // max(1, ops)))
     periodic = Periodic(replace(problem, budget_bytes=most), quick=quick, reuses=quick)
 
     def budget_of(rung: float) -> int:
         return least + round((most - least) * rung / rungs)
 
-    for rung in _FINE if quick and rungs == RUNGS else range(rungs, -1, -1):
+    for rung in _FINE if quick else range(rungs, -1, -1):
         above = budget_of(rung + 1) if rung < rungs else None  # no plan takes more
         if above is not None and best is not None and not best.beaten_within(above):
             return
@@ -359,16 +359,20 @@ class _Best:
     def take_placed(self) -> None:
         """Judge plans with the gathers and reductions placed of those that no other beats in both
         time and peak. They do not depend on the budget."""
-        front: list[Plan] = []
+        front: list[tuple[int, Plan]] = []
         least: int | None = None
-        for _, peak, plan in sorted(self.tried, key=lambda each: each[:2]):
+        found = [(self._least_ns(plan), ns, peak, plan) for ns, peak, plan in self.tried]
+        for could_ns, _, peak, plan in sorted(found, key=lambda each: each[:3]):
             if least is None or peak < least:
                 least = peak
-                front.append(plan)
+                front.append((could_ns, plan))
         self.places = False
-        for plan in front:
-            if self.may_count(self.least.ns(choice_of(self.problem, plan))):
+        for could_ns, plan in front:
+            if self.may_count(could_ns):
                 self.take(placed(self.problem, plan))
+
+    def _least_ns(self, plan: Plan) -> int:
+        return self.least.ns(choice_of(self.problem, plan))
 
     def worth(self, choice: Choice) -> bool:
         """Could a plan of this choice be the result? Skipping those that could not changes no

@@ -411,16 +411,17 @@ def _gather_early(problem: Problem, plan: Plan) -> Plan:
     result of that computation."""
     trace = problem.trace
     order: list[str] = []
+    names: list[str] = []  # of the ops in this order
     for text in plan.order:
         name, again = parse_issue(text)
         at = len(order)
         if again and _is_gather(trace.op[name]):
             needed = {trace.value[given].producer for given in trace.op[name].inputs}
-            names = [parse_issue(other)[0] for other in order]
             timed = (i for i in range(at - 1, -1, -1) if problem.cost(names[i]).compute_ns)
             first = next(timed, at)
             at = first if needed.isdisjoint(names[first:]) else at
         order.insert(at, text)
+        names.insert(at, name)
     return replace(plan, order=tuple(order))
 
 
