@@ -185,9 +185,10 @@ def sum_alone(model: torch.nn.Module) -> None:
 
 
 class Titan:
-    """A trainer of a config as far as one step needs it."""
+    """A trainer of a config as far as one step needs it. Without `values` nothing is drawn: for a
+    step that is traced and does not run."""
 
-    def __init__(self, config: Any, ranks: int) -> None:
+    def __init__(self, config: Any, ranks: int, values: bool = True) -> None:
         from torchtitan.distributed import ParallelDims
         from torchtitan.distributed import utils as distributed
         from torchtitan.experiments.graph_trainer.registry import POST_INIT_HOOKS
@@ -200,9 +201,11 @@ class Titan:
         spec = config.model_spec
         spec.model.update_from_config(config=config)
         torch.manual_seed(0)
-        model = spec.model.build()
+        with torch.device("cpu" if values else "meta"):
+            model = spec.model.build()
         with torch.no_grad():
-            model.init_states(buffer_device=None)
+            if values:
+                model.init_states(buffer_device=None)
         model.train()
         graphed = isinstance(config, GraphTrainer.Config)
         self.model = spec.parallelize_fn(
@@ -214,6 +217,8 @@ class Titan:
             ac_config=None if graphed else config.activation_checkpoint,
             dump_folder="",
         )
+        if not values:
+            self.model.to_empty(device="cpu")
         kind = GraphTrainer if graphed else Trainer
         self.trainer = object.__new__(kind)
         self.trainer.__dict__ |= {

@@ -34,8 +34,10 @@ partitioner and lives in `overlapc.passes.emit.torch_choice`.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import product
 
 from overlapc.core.errors import Infeasible
@@ -266,13 +268,14 @@ def reruns(trace: Trace, op: Op, saved: set[str]) -> bool:
 
 
 def uniform(problem: Problem) -> Plan:
-    """Recompute groups of one, two, four... layers: the first that fits."""
+    """Recompute groups of one, two, four... layers: the first that fits, or else the last."""
     spans = layers(problem.trace)
-    sizes = [1 << n for n in range(len(spans).bit_length())]
-    groups = (
-        [range(group[0].start, group[-1].stop) for group in _split(spans, size)] for size in sizes
-    )
-    return _first_fitting(problem, groups, "uniform")
+    for size in (1 << n for n in range(len(spans).bit_length())):
+        groups = [range(group[0].start, group[-1].stop) for group in _split(spans, size)]
+        plan = megatron_without(problem, made_inside(problem.trace, groups), "uniform")
+        if fits(problem, plan):
+            break
+    return plan
 
 
 def _split(spans: Sequence[range], size: int) -> list[Sequence[range]]:
@@ -280,19 +283,16 @@ def _split(spans: Sequence[range], size: int) -> list[Sequence[range]]:
 
 
 def block(problem: Problem) -> Plan:
-    """Recompute no layer, the first, the first two...: the first that fits."""
+    """Recompute as few layers as fit, the first ones; found by halves, as each takes memory."""
     spans = layers(problem.trace)
-    return _first_fitting(problem, (spans[:n] for n in range(len(spans) + 1)), "block")
 
+    @cache
+    def of_first(count: int) -> Plan:
+        again = made_inside(problem.trace, spans[:count])
+        return megatron_without(problem, again, "block")
 
-def _first_fitting(problem: Problem, again: Iterable[Sequence[range]], solver: str) -> Plan:
-    """Megatron's plan that recomputes the first of these spans of the forward with which it fits,
-    or else the last."""
-    for spans in again:
-        plan = megatron_without(problem, made_inside(problem.trace, spans), solver)
-        if fits(problem, plan):
-            break
-    return plan
+    counts = range(len(spans))
+    return of_first(bisect_left(counts, True, key=lambda n: fits(problem, of_first(n))))
 
 
 def checkmate(problem: Problem) -> Plan:
