@@ -2,7 +2,8 @@
 
     gather      reads inputs alone: it begins as late as its lane allows, so that it has ended when
                 the first op needs it and its result is held no longer than it must be
-    reduction   only results of the step read it: it begins when its lane is free, but for gathers
+    reduction   only results of the step read it: it begins when its lane is free, before or behind
+                gathers that are not yet due (before them it soon frees a gradient's memory)
 
 All other ops keep their order. A plan's forward and backward are placed by themselves.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, product
 
 from overlapc.core.ir import Plan, Problem
 from overlapc.core.machine import Lane
@@ -34,11 +35,12 @@ def placed(problem: Problem, plan: Plan) -> Iterator[Plan]:
     both = forward_work(problem), backward_work(problem, choice_of(problem, plan))
     placings = [Placing(work, plan) for work in both]
     seen = {plan.order}
-    for early in EARLY:
-        order = tuple(text for each in placings for text in each.order(early))
+    for early, sums_first in product(EARLY, (False, True)):
+        order = tuple(text for each in placings for text in each.order(early, sums_first))
         if order not in seen:
             seen.add(order)
-            yield replace(plan, order=order, found_by=f"{plan.found_by}, placed {early:g}")
+            how = f"{early:g}{' sums first' if sums_first else ''}"
+            yield replace(plan, order=order, found_by=f"{plan.found_by}, placed {how}")
 
 
 @dataclass(eq=False)
@@ -165,15 +167,15 @@ class Placing:
     def _comm(self, moved: Moved) -> int:
         return self.work.comm_beside[moved.start % self.work.count]
 
-    def order(self, early: float) -> tuple[str, ...]:
-        return self.work.text(_Placed(self, early).run())
+    def order(self, early: float, sums_first: bool = False) -> tuple[str, ...]:
+        return self.work.text(_Placed(self, early, sums_first).run())
 
 
 class _Placed:
     """The state of one placing: the order so far, time, and what is to come on each lane."""
 
-    def __init__(self, placing: Placing, early: float) -> None:
-        self.placing, self.early = placing, early
+    def __init__(self, placing: Placing, early: float, sums_first: bool) -> None:
+        self.placing, self.sums_first = placing, sums_first
         self.clock = Lane()
         self.lanes: dict[str, Lane] = {}
         self.gathers: dict[str, list[Moved]] = {}  # by lane, the first last
@@ -207,15 +209,23 @@ class _Placed:
         return self.issued
 
     def _begin(self, lane: str, place: int) -> None:
-        """Begin what is due on a lane before the op at this place runs, or fits there."""
+        """Begin what is due on a lane before the op at this place runs, or fits there. What is not
+        due begins no sooner than the lane would be idle while that op runs: it only held memory."""
         gathers, sums = self.gathers.get(lane, []), self.sums.get(lane, [])
         last = place == len(self.placing.stay)
+        op_ns = 0 if last else self.placing.took[self.placing.stay[place]]
         while True:
             busy_ns = self.lanes.setdefault(lane, Lane()).free_ns - self.clock.free_ns
             first = sums[-1] if sums and sums[-1].ready <= place else None
             room_ns = max(0, busy_ns) + (self.placing._comm(first) if first else 0)
             soon_ns = self.placing.at_ns[min(place + 1, len(self.placing.stay))] + room_ns
-            if gathers and (gathers[-1].due <= place or self._is_time(gathers[-1], place, soon_ns)):
+            awaited_ns = (ends_ns for ends_ns, _ in self.waits.get(place, ()))
+            idle = self.lanes[lane].free_ns <= max([self.clock.free_ns, *awaited_ns]) + op_ns
+            if gathers and gathers[-1].due <= place:
+                moved = gathers.pop()
+            elif self.sums_first and first is not None and idle:
+                moved = sums.pop()
+            elif gathers and idle and self._is_time(gathers[-1], place, soon_ns):
                 moved = gathers.pop()
             elif first is not None and (busy_ns <= 0 or not gathers or last):
                 moved = sums.pop()
