@@ -358,7 +358,8 @@ class _Best:
 
     def take_placed(self) -> None:
         """Judge plans with the gathers and reductions placed of those that no other beats in both
-        time and peak. They do not depend on the budget."""
+        peak and the least time that any order of its choice takes. They do not depend on the
+        budget."""
         front: list[tuple[int, Plan]] = []
         least: int | None = None
         found = [(self._least_ns(plan), ns, peak, plan) for ns, peak, plan in self.tried]

@@ -60,8 +60,12 @@ def _outward(thread: int) -> Iterator[FrameType]:
 def _at_once(look: Callable[[], T]) -> T:
     """Call a function of C while no garbage is collected, and turn that off and on in the same call
     of C: no other thread finds it off."""
-    before = gc.get_threshold()
-    off, on = partial(gc.set_threshold, 0), partial(gc.set_threshold, *before)
+    if not gc.isenabled():
+        return look()
     seen: T
-    _, seen, _ = map(_CALLED, (off, look, on))
+    try:
+        _, seen, _ = map(_CALLED, (gc.disable, look, gc.enable))
+    except BaseException:
+        gc.enable()
+        raise
     return seen
