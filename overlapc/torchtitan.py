@@ -180,7 +180,7 @@ class _TracedStep:
             theirs = copy.deepcopy(graph)
             for their_pass in self.instead:
                 theirs = their_pass(theirs, inputs)
-            return replace(self.options, memory_budget=peak_in_order(theirs.graph))
+            return replace(self.options, memory_budget=peak_in_order(theirs))
 
     def _gradients(self) -> Iterator[tuple[int, int]]:
         """The places of trained inputs and of their gradients."""

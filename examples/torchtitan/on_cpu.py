@@ -84,14 +84,15 @@ def config_of(
     layers: int = 2,
     width: int = 0,
     *,
+    flavor: str = "debugmodel",
     sequence: int = 64,
     attention: str = "sdpa",
     chunks: int = 0,
     precision: str = "float32",
     **parallelism: Any,
 ) -> Any:
-    """A graph trainer's config of a debug model, or of a llama3 of another width. `chunks` of the
-    sequence for its loss."""
+    """A graph trainer's config of a debug model or of another of torchtitan's, or of a llama3 of
+    another width. `chunks` of the sequence for its loss."""
     from dataclasses import replace
 
     from torchtitan.components.loss import CrossEntropyLoss
@@ -102,7 +103,7 @@ def config_of(
 
     module = importlib.import_module(f"torchtitan.experiments.graph_trainer.{model}")
     kinds = {"moe_comm_backend": "standard"} if model == "deepseek_v3" else {}
-    spec = module.model_registry("debugmodel", attn_backend=attention, **kinds)
+    spec = module.model_registry(flavor, attn_backend=attention, **kinds)
     if width:
         spec = replace(spec, model=_as_wide(spec.model, layers, width))
     spec.model.layers = spec.model.layers[:layers]

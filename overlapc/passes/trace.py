@@ -117,6 +117,28 @@ def trace_joint(
     return Captured(joint, trace, num_fwd_outputs, static_inputs)
 
 
+def trace_in_order(graph: fx.GraphModule) -> Captured:
+    """The trace of a graph in the order that it has, as one piece: to be timed and weighed, not
+    planned."""
+    values, piece = _Values({}), Piece(0, "F", 0)
+    ops: list[Op] = []
+    inputs: list[str] = []
+    symbols: dict[str, str] = {}
+    for node in graph.graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            inputs.append(values.define(node, "", node))
+        elif node.op == "call_function" and not is_folded_getitem(node):
+            lane, given = group_of(node) if is_start(node) else COMPUTE, _given(node)
+            made = tuple(values.define(n, node.name, node) for n in _made(node))
+            role, signature = _role(node, "F"), signature_of(node, symbols)
+            ops.append(Op(node.name, role, lane, piece, given, made, signature))
+    output = graph.graph.find_nodes(op="output")[0]
+    results = tuple(dict.fromkeys(n.name for n in output.all_input_nodes))
+    return Captured(
+        graph, Trace(tuple(ops), tuple(values.found.values()), tuple(inputs), results), 0
+    )
+
+
 def _validate(trace: Trace) -> None:
     try:
         validate_trace(trace)

@@ -19,11 +19,12 @@ from torch import fx
 from torch._ops import OpOverload
 
 from overlapc.core.errors import CaptureError
-from overlapc.core.ir import Plan, issue, issues
+from overlapc.core.ir import Cost, Plan, Problem, Profile, issue, issues
+from overlapc.core.simulate import peak_bytes
 from overlapc.passes.emit.rewrite import verify
-from overlapc.passes.nodes import is_folded_getitem, is_random, is_wait, once, writes
-from overlapc.passes.storages import aliases, is_view, storage_bytes
-from overlapc.passes.trace import Captured, trace_joint
+from overlapc.passes.nodes import is_folded_getitem, is_random, once, writes
+from overlapc.passes.storages import aliases, is_view
+from overlapc.passes.trace import Captured, trace_in_order, trace_joint
 
 _ATEN = torch.ops.aten
 _FLEX = {torch.ops.higher_order.flex_attention, torch.ops.higher_order.flex_attention_backward}
@@ -113,29 +114,12 @@ def order_as_planned(captured: Captured, plan: Plan) -> None:
     verify(captured.joint, plan.order, emitted)
 
 
-def peak_in_order(graph: fx.Graph) -> int:
-    """The most bytes that a graph's own values take at a time in the order that it has, each from
-    the op that makes it to its last reader."""
-    roots: dict[fx.Node, fx.Node] = {}
-    last: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        given = node.all_input_nodes
-        item = is_folded_getitem(node) and _is_part(given[0])
-        shares = bool(given) and (item or is_wait(node) or _is_part(node))
-        roots[node] = roots[given[0]] if shares else node
-        last[roots[node]] = node
-        last |= {roots[each]: node for each in given}
-    dying: dict[fx.Node, list[int]] = {}
-    held = peak = 0
-    for node in graph.nodes:
-        val = node.meta.get("val")
-        made = node.op == "call_function" and roots[node] is node and isinstance(val, torch.Tensor)
-        if made:
-            held += storage_bytes(val)
-            dying.setdefault(last[node], []).append(storage_bytes(val))
-        peak = max(peak, held)
-        held -= sum(dying.get(node, ()))
-    return peak
+def peak_in_order(graph: fx.GraphModule) -> int:
+    """The most bytes that a graph's own values take at a time in the order that it has."""
+    trace = trace_in_order(graph).trace
+    order = tuple(op.name for op in trace.ops)
+    free = Profile(dict.fromkeys(order, Cost()))
+    return peak_bytes(Problem(trace, free, phases=("F",)), Plan("", "none", (), order))
 
 
 def is_flex(node: fx.Node) -> bool:

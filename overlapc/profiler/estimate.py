@@ -215,6 +215,8 @@ def _work(node: fx.Node) -> OpWork:
 def _moved_bytes(node: fx.Node) -> int:
     given = [t for n in node.all_input_nodes for t in tensors(n.meta.get("val"))]
     made = sum(map(hinted_bytes, tensors(node.meta.get("val"))))
+    if _name(node) == "_pre_bucket_all_gather":  # it writes this rank's part of the bucket
+        return 2 * sum(map(_read_bytes, given))
     if _name(node) in _GATHERS:
         return 2 * made + sum(map(hinted_bytes, given[1:]))
     return made + sum(map(_read_bytes, given))
