@@ -2,9 +2,8 @@
 
     python benchmarks/torchtitan_steps.py --layers 4 --width 512 --rates 800,400 --reps 9
 
-Its passes (recompute by each of its memory policies, buckets, order) are as it has them, but for
-one thing: the link has no gather into a buffer that is given, so theirs make their results. The
-plan may take the peak of the default policy. Each repetition runs all variants in turn, from one
+Its passes (recompute by each of its memory policies, buckets, order) are as it has them. The plan
+may take the peak of the default policy. Each repetition runs all variants in turn, from one
 state; rho is the time of the traffic alone over that of the compute alone, per parameter.
 """
 
@@ -33,14 +32,20 @@ from overlapc.emulate import Link, init_link
 from overlapc.profiler.memory import measure_peak
 
 POLICIES = ("default", "eager", "full")
-_GATHER = torch.ops._c10d_functional
 
 
-def with_results(graph: fx.GraphModule, _inputs: Any) -> fx.GraphModule:
-    """Have gathers make their results."""
+def gathered_into(part: torch.Tensor, _ranks: int, group: str, out: torch.Tensor) -> torch.Tensor:
+    """Start a gather into a buffer, as their op does, which finds no group written in Python."""
+    into: Any = dist.distributed_c10d._resolve_process_group(group)
+    torch._C._distributed_c10d._register_work(out, into.all_gather_single(out, part))
+    return out
+
+
+def on_link(graph: fx.GraphModule, _inputs: Any) -> fx.GraphModule:
+    """Have gathers into buffers run on the link."""
     for node in graph.graph.nodes:
-        if node.target == _GATHER.all_gather_into_tensor_out.default:
-            node.target, node.kwargs = _GATHER.all_gather_into_tensor.default, {}
+        if node.target == torch.ops._c10d_functional.all_gather_into_tensor_out.default:
+            node.target = gathered_into
     graph.recompile()
     return graph
 
@@ -52,7 +57,7 @@ def trainers(args: argparse.Namespace) -> dict[str, on_cpu.Titan]:
 
     def theirs(traced: Any, config: Any, *, parallel_dims: Any = None) -> list[Any]:
         given = passes.construct_default_graph_passes(traced, config, parallel_dims=parallel_dims)
-        return [*given, with_results]
+        return [*given, on_link]
 
     registry.register_pass_pipeline("theirs")(theirs)
     made = {}
