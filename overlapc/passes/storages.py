@@ -33,11 +33,39 @@ def hint(size: Any) -> int:
         return int(node.hint)
     expr = node.expr
     known = {s: UNBACKED_HINT for s in expr.free_symbols}
+    known |= {s: _taken(size)[s] for s in expr.free_symbols if s in _taken(size)}
     examples = getattr(node.shape_env, "backed_var_to_val", None)
     if examples is None:  # its name in older releases
         examples = node.shape_env.var_to_val
     known |= {s: int(examples[s]) for s in expr.free_symbols if s in examples}
     return max(0, int(expr.xreplace(known)))
+
+
+def take_as_even(graph: fx.Graph) -> None:
+    """Take loads of experts, which depend on data, as even: of the rows of an all-to-all each rank
+    gets and sends as many."""
+    for node in graph.nodes:
+        if "c10d_functional.all_to_all_single." not in str(node.target):
+            continue
+        rows = node.args[0].meta["val"].shape[0]
+        for splits in node.args[1:3] if _is_taken(rows) else ():
+            for given in splits or ():
+                size = given.meta.get("val") if isinstance(given, fx.Node) else given
+                if not _is_taken(size) and size.node.expr.is_symbol:
+                    _taken(size)[size.node.expr] = hint(rows) // len(splits)
+
+
+def _taken(size: torch.SymInt) -> dict[Any, int]:
+    """By symbol: what its graph's sizes that depend on data are taken as."""
+    found: dict[Any, int] = size.node.shape_env.var_to_hint_override
+    return found
+
+
+def _is_taken(size: Any) -> bool:
+    """Is it a number, has it an example, or is it known what it is taken as?"""
+    if not isinstance(size, torch.SymInt) or size.node.has_hint():
+        return True
+    return _taken(size).keys() >= size.node.expr.free_symbols
 
 
 def aliases(node: fx.Node) -> list[fx.Node]:

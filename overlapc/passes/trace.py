@@ -36,7 +36,7 @@ from overlapc.passes.nodes import (
     writes,
 )
 from overlapc.passes.roles import weight_grads
-from overlapc.passes.storages import aliases, is_view, same_storage, storage_bytes
+from overlapc.passes.storages import aliases, is_view, same_storage, storage_bytes, take_as_even
 from overlapc.tools.reach import made_of
 
 # Collectives that copy their input at the start; all others read it until they end.
@@ -72,6 +72,7 @@ def trace_joint(
     are weight gradients. `sizes` overrides the storage bytes of values (as measured).
     """
     static_inputs = tuple(static_inputs)
+    take_as_even(joint.graph)
     write_into_new(joint, by_inductor)
     _leave_changed_parameters(joint, num_fwd_outputs, static_inputs)
     _results_first(joint, num_fwd_outputs)
@@ -124,6 +125,7 @@ def trace_in_order(graph: fx.GraphModule) -> Captured:
     ops: list[Op] = []
     inputs: list[str] = []
     symbols: dict[str, str] = {}
+    take_as_even(graph.graph)
     for node in graph.graph.nodes:
         if node.op in ("placeholder", "get_attr"):
             inputs.append(values.define(node, "", node))

@@ -132,7 +132,7 @@ def priced(
     conditions = {
         "hardware": f"{hardware.name} ({hardware.status})",
         "groups": ", ".join(f"{g}: {n} ranks, {m} a node" for g, (n, m) in groups.items()),
-        "unknown_sizes": f"taken as {UNBACKED_HINT}",
+        "unknown_sizes": f"loads of experts taken as even, others as {UNBACKED_HINT}",
         "workspace": "not estimated",
     }
     return Profile(costs, slowdown, conditions)
