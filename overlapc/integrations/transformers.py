@@ -153,14 +153,15 @@ def overlap(trainer: Trainer, *, merge: bool = False, **options: Any) -> Overlap
 
 def _unmerged(trainer: Trainer) -> str:
     """Why the microbatches of this Trainer cannot be merged, or ""."""
-    version = getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1)
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)  # a lone process has none
+    version = getattr(plugin, "fsdp_version", 1)
     by_fsdp2 = trainer.is_fsdp_enabled and version == 2
     if not (by_fsdp2 or isinstance(trainer.model, FSDPModule)):
         return "the Trainer does not shard its model by FSDP2"
     if type(trainer).training_step is not Trainer.training_step:
         return f"{type(trainer).__name__} has a training_step of its own"
-    plugin = trainer.accelerator.gradient_state.plugin_kwargs
-    if plugin.get("sync_each_batch", False):
+    accumulation = trainer.accelerator.gradient_state.plugin_kwargs
+    if accumulation.get("sync_each_batch", False):
         return "the Trainer reduces gradients of each microbatch (sync_each_batch)"
     if trainer.accelerator.scaler is not None:
         return "the loss is scaled (fp16)"

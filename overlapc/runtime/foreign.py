@@ -7,10 +7,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from itertools import chain
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
@@ -44,6 +46,12 @@ def refuse_foreign(door: str, model: nn.Module) -> None:
             "optimize was given a DistributedDataParallel, whose forward no trace enters; expected "
             "the model inside: DistributedDataParallel(overlapc.optimize(model))"
         )
+    if door == "optimize" and (how := _compiled_by(model)):
+        raise OptionError(
+            f"optimize was given a model that {how} compiles, so that none of it would be planned; "
+            'expected the model itself: overlapc.optimize(model, backend="inductor") compiles what '
+            "it plans"
+        )
     for name, module in model.named_modules():
         where = f" ({name})" if name else ""
         if hasattr(type(module), TWIN):
@@ -59,6 +67,14 @@ def refuse_foreign(door: str, model: nn.Module) -> None:
                     "training loop: call overlapc.megatron.patch() before the first step, or in "
                     "overlapc.megatron.TrainStep, as docs/megatron.md shows"
                 )
+
+
+def _compiled_by(model: nn.Module) -> str:
+    """What compiles all calls of the model, or "". One that FSDP2 shards runs as it is."""
+    if isinstance(model, OptimizedModule):
+        return "torch.compile(model)"
+    own = isinstance(model._compiled_call_impl, FunctionType) and not sharded_by(model)
+    return "model.compile()" if own else ""
 
 
 _SHARDING = {"torch.distributed.fsdp.": "FSDP1", "deepspeed.": "DeepSpeed"}

@@ -73,6 +73,15 @@ def test_a_loop_with_accelerate() -> None:
         assert (planned, unchanged) == (2, [])
 
 
+def test_what_is_not_sharded_is_not_merged(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="install the extra: pip install -e '.[zoo]'")
+    cases = [("llama", {"merge": True})]
+    for [(_, expected, ended)] in run_ranks(pairs, 1, str(tmp_path), cases, False, timeout_s=600):
+        assert expected.differs(ended) == ""
+        assert ended.planned
+        assert "merges no microbatches: the Trainer does not shard" in ended.warned[0]
+
+
 class _Interrupts:
     """A Trainer whose accumulation is interrupted between microbatches, as far as `Merged` sees."""
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import overlapc
 from overlapc.core.door import Door
+from overlapc.core.errors import OptionError
 from overlapc.runtime.hosted import PipelineSchedule
 from overlapc.runtime.pipeline import Pipeline
 from tests.torch.exact import DYNAMO_WARNINGS
@@ -107,3 +108,14 @@ def test_what_predict_returns_says_it_in_one_line() -> None:
     assert len(repr(report).splitlines()) == 1
     assert f"{report.step_ms:.3f} ms" in repr(report)
     assert f"{report.peak_bytes:,} bytes" in repr(report)
+
+
+@pytest.mark.parametrize("how", ["torch.compile(model)", "model.compile()"])
+def test_a_compiled_model_is_refused_by_name(how: str) -> None:
+    model: Any = MLP()
+    if how == "model.compile()":
+        model.compile()
+    else:
+        model = torch.compile(model)
+    with pytest.raises(OptionError, match="expected the model itself"):
+        overlapc.optimize(model)
