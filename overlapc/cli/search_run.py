@@ -22,7 +22,7 @@ from overlapc.planning.report import Report
 from overlapc.profiler.cache import Cache
 from overlapc.profiler.hardware import Hardware, load_hardware
 from overlapc.profiler.known import hardware_name
-from overlapc.report.answer import Answer
+from overlapc.report.answer import Answer, located
 from overlapc.report.page import page
 from overlapc.report.trace import chrome_trace, pipeline_json
 from overlapc.report.verdict import counted, verdict
@@ -85,13 +85,15 @@ def run(args: argparse.Namespace, memory: int | str | None) -> bool:
     public = _public(model, cluster, result)
     document = asked | _document(model, cluster, machine, result, rows, outcome)
     document["public"] = public and public.as_json()
+    if args.out is not None and document["answer"]:
+        document["answer"]["ours_script"] = located(document["answer"]["ours_script"], args.out)
     timeline = None if outcome is None else outcome.timeline
     try:
         if args.json:
             print(json.dumps(document, indent=1), flush=True)
         else:
             told = verdict(model, cluster, machine, result, rows, timeline, args.top, public)
-            print(told, flush=True)
+            print(told if args.out is None else located(told, args.out), flush=True)
     finally:  # write the files even if stdout fails
         if args.out is not None:
             _write(args.out, document, outcome)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+from typing import Any
 
 
 class OverlapcError(Exception):
@@ -47,18 +48,28 @@ class InvalidSchedule(OverlapcError):
 class Infeasible(OverlapcError):
     """No plan fits the budget; `smallest_bytes` is the least budget that is known to work."""
 
-    def __init__(self, budget_bytes: int, smallest_bytes: int, where: str = "") -> None:
+    def __init__(
+        self,
+        budget_bytes: int,
+        smallest_bytes: int,
+        where: str = "",
+        fractions: tuple[float, float] | None = None,  # the same two, if the user gave a fraction
+    ) -> None:
+        given, least = f"{budget_bytes} bytes", f"{smallest_bytes}"
+        if fractions is not None:
+            given, least = f"{fractions[0]} ({budget_bytes} bytes)", f"{fractions[1]}"
         super().__init__(
-            f"{where}{': ' if where else ''}no plan fits memory_budget={budget_bytes} bytes; the "
+            f"{where}{': ' if where else ''}no plan fits memory_budget={given}; the "
             f"smallest budget that works here is {smallest_bytes} bytes: pass "
-            f"memory_budget={smallest_bytes} or more, or make the batch smaller"
+            f"memory_budget={least} or more, or make the batch smaller"
         )
         self.budget_bytes = budget_bytes
         self.smallest_bytes = smallest_bytes
         self.where = where
+        self.fractions = fractions
 
-    def __reduce__(self) -> tuple[type[Infeasible], tuple[int, int, str]]:
-        return Infeasible, (self.budget_bytes, self.smallest_bytes, self.where)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Infeasible, (self.budget_bytes, self.smallest_bytes, self.where, self.fractions)
 
 
 class FileError(OverlapcError):

@@ -25,6 +25,11 @@ from overlapc.runtime.call import alike, givens
 from overlapc.runtime.train_step import TrainStep
 from overlapc.tools.told import warn
 
+_COMPILED = (
+    "overlapc plans nothing of a model that TrainingArguments(torch_compile=True) compiles: leave "
+    "torch_compile out"
+)
+
 
 class Overlap(TrainerCallback):  # type: ignore[misc]  # transformers may be absent
     """Plans a Trainer's model while it trains."""
@@ -34,14 +39,13 @@ class Overlap(TrainerCallback):  # type: ignore[misc]  # transformers may be abs
         self.options = options
         self.planned: InPlace | None = None
         self.merged: MergedAccumulation | None = None
+        self.compiled = False  # by the Trainer itself
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         model = given["model"]
         if args.torch_compile:
-            warn(
-                "overlapc plans nothing of a model that TrainingArguments(torch_compile=True) "
-                "compiles: leave torch_compile out"
-            )
+            self.compiled = True
+            warn(_COMPILED)
             return
         if self.planned is None or self.planned.model is not model:
             self.planned = in_place(model, **self.options)
@@ -53,8 +57,12 @@ class Overlap(TrainerCallback):  # type: ignore[misc]  # transformers may be abs
 
     def __getattr__(self, name: str) -> Any:
         """What the model's twin says: `graphs`, `fallbacks`, `differences`, `step_ms` …"""
-        if name.startswith("_") or name in ("planned", "merged", "options"):
+        if name.startswith("_") or name in ("planned", "merged", "options", "compiled"):
             raise AttributeError(name)
+        if self.planned is None and self.compiled:
+            if name == "fallbacks":
+                return [_COMPILED]
+            raise AttributeError(f"{_COMPILED}; found no .{name}")
         if self.planned is None:
             raise AttributeError(
                 f"nothing is planned yet: expected trainer.train() before .{name} is read"
@@ -63,6 +71,8 @@ class Overlap(TrainerCallback):  # type: ignore[misc]  # transformers may be abs
 
     def explain(self) -> str:
         """What is hidden, and what is not."""
+        if self.planned is None and self.compiled:
+            return _COMPILED
         if self.planned is None:
             raise OverlapcError("nothing is planned yet: expected trainer.train() before explain()")
         step = None if self.merged is None else self.merged.step

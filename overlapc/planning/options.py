@@ -7,9 +7,10 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from math import ceil
 from typing import Any
 
-from overlapc.core.errors import OptionError
+from overlapc.core.errors import Infeasible, OptionError
 from overlapc.core.files import StrPath, load_plan
 from overlapc.core.ir import Plan
 from overlapc.core.schedule import Schedule, check_schedule
@@ -266,3 +267,13 @@ def parse_budget(budget: int | float | str | None, eager_bytes: int, lasting_byt
     if parsed <= 0:
         raise OptionError(f"memory_budget={budget!r}: expected more than 0 bytes")
     return parsed
+
+
+def as_given(error: Infeasible, budget: Budget, lasting_bytes: int) -> Infeasible:
+    """The error in the terms of the budget: a fraction is answered by a fraction. Both are of what
+    `parse_budget` takes them of."""
+    least, given = error.smallest_bytes - lasting_bytes, error.budget_bytes - lasting_bytes
+    if not isinstance(budget, float) or given <= 0:
+        return error
+    fraction = ceil(1000 * budget * least / given) / 1000
+    return Infeasible(error.budget_bytes, error.smallest_bytes, error.where, (budget, fraction))

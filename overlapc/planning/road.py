@@ -28,7 +28,7 @@ from overlapc.planning.agreement import (
     unlike_ranks,
 )
 from overlapc.planning.kept import KeptPlans, question_of
-from overlapc.planning.options import ALIKE, Options, parse_budget
+from overlapc.planning.options import ALIKE, Options, as_given, parse_budget
 from overlapc.planning.own import checkpointed, gathered_again, gathered_bytes
 from overlapc.planning.problem import (
     GRAPH,
@@ -101,13 +101,13 @@ def plan(
     theirs = own and own(lone)
     if theirs is not None and step.slices > 1:
         theirs = one_by_one(problem, theirs)
-    budget_bytes = problem.budget_bytes
+    budget_bytes, held_bytes = problem.budget_bytes, lasting_bytes(problem, step)
     if options.memory_budget is None:
         budget_bytes = _default_budget(problem, lone, options.solver, theirs)
     elif isinstance(options.memory_budget, float) and (full_bytes := gathered_bytes(captured)):
         again = gathered_again(captured)
         peak = peak_bytes(problem, again(problem)) if again else eager_timeline(lone).peak_bytes
-        held_bytes = lasting_bytes(problem, step) + full_bytes
+        held_bytes += full_bytes
         budget_bytes = parse_budget(options.memory_budget, max(peak, held_bytes), held_bytes)
     problem, lone = (replace(each, budget_bytes=budget_bytes) for each in (problem, lone))
     log(1, f"{step.name}: {len(captured.trace.ops)} ops, budget {problem.budget_bytes:,} bytes")
@@ -133,7 +133,10 @@ def plan(
         kept.put([packed(each) for each in profiles], step.add_ns_per_kib, question, found)
         return found
 
-    plans = decided(recall, exchange)
+    try:
+        plans = decided(recall, exchange)
+    except Infeasible as error:
+        raise as_given(error, options.memory_budget, held_bytes) from None
     for each in plans:
         found_by = each.found_by and f", found by {each.found_by}"
         log(1, f"{step.name}: plan of {each.solver}{found_by}")
@@ -145,14 +148,15 @@ def plan(
     if here:  # whose plans fit, since no value is larger
         found = of_all_ranks(found, here, step.slices, exchange)
     report, *roomier = found
-    if options.plans and options.memory_budget is not None:
-        _warn_of_budget(report)
+    _warn_of_budget(report, options)
     return StepPlan(captured, report, tuple(roomier))
 
 
-def _warn_of_budget(report: Report) -> None:
+def _warn_of_budget(report: Report, options: Options) -> None:
+    """Warn of a plan that was given and takes more than the budget that was."""
     budget_bytes = report.problem.budget_bytes or 0
-    if report.peak_bytes > budget_bytes:
+    given = options.plans and options.memory_budget is not None
+    if given and report.peak_bytes > budget_bytes:
         warn(
             f"overlapc: the plan that was given takes {report.peak_bytes:,} bytes, more than "
             f"memory_budget, {budget_bytes:,}; it is run all the same"

@@ -22,7 +22,7 @@ from overlapc.core.ir import Plan, Problem
 from overlapc.core.ledger import Ledger
 from overlapc.core.simulate import RNG_STATE_BYTES, saved_bytes, simulate
 from overlapc.planning.agreement import agreed, decided, merge_profiles
-from overlapc.planning.options import Budget, Options, parse_budget
+from overlapc.planning.options import Budget, Options, as_given, parse_budget
 from overlapc.planning.problem import TrainingStep
 from overlapc.planning.report import Report
 from overlapc.planning.road import Choices, judged
@@ -290,7 +290,12 @@ def plan_shares(
                 return tuple(takes.plan for takes in alone)
         return tuple(takes.plan for takes in divide(shares, runs, budgets))
 
-    plans = decided(decide, exchange)
+    try:
+        plans = decided(decide, exchange)
+    except Infeasible as error:
+        run = runs[budgets.index(error.budget_bytes)]
+        lasting = run.lasting_bytes(shares)
+        raise as_given(error, options.memory_budget, lasting) from None
     chosen = [Takes.of(s.problem, plan) for s, plan in zip(shares, plans, strict=True)]
     beside = [(0, 0)] * len(shares)  # the most that others hold, and the budget of that moment
     for run, budget in zip(runs, budgets, strict=True):

@@ -22,7 +22,7 @@ from overlapc.core.errors import FileError, OptionError, did_you_mean
 from overlapc.core.files import StrPath, printable, read_text
 from overlapc.core.ir import Slowdown
 from overlapc.emulate.model import Kind
-from overlapc.profiler.known import FOLDER, hardware_name, known_hardware
+from overlapc.profiler.known import CALLED, FOLDER, hardware_name, known_hardware
 from overlapc.profiler.link_spec import LinkSpec, Measured, Table, interpolate
 from overlapc.profiler.shapes import Kernels
 
@@ -143,9 +143,10 @@ def load_hardware(name_or_path: StrPath) -> Hardware:
         if (name := hardware_name(path.name)) in known_hardware():
             return _known(name)
         if not path.exists():
+            meant = did_you_mean(path.name, (*known_hardware(), *CALLED))
             raise OptionError(
                 f"unknown hardware {str(name_or_path)!r}; known: {', '.join(known_hardware())}; "
-                f"or give the path of a .toml file{did_you_mean(path.name, known_hardware())}"
+                f"or give the path of a .toml file{meant}"
             )
     return _read(path)
 

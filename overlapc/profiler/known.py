@@ -7,7 +7,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).with_name("hardware")
 # What people call a machine of which there is one kind, or one that is meant
-_CALLED = {
+CALLED = {
     "a100": "a100-sxm-80",
     "a100-80gb": "a100-sxm-80",
     "a100-sxm": "a100-sxm-80",
@@ -38,5 +38,5 @@ def known_hardware() -> tuple[str, ...]:
 def hardware_name(name: str) -> str:
     """The name under which this hardware is known here; the name itself, if it is not."""
     plain = name.lower().replace("_", "-").removeprefix("nvidia-")
-    plain = _CALLED.get(plain, plain)
+    plain = CALLED.get(plain, plain)
     return plain if plain in known_hardware() else name

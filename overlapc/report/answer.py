@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from overlapc.report.table import gigabytes, milliseconds
@@ -23,9 +25,15 @@ from overlapc.search.weights import held_bytes
 from overlapc.solvers import PREFIX, modules_of
 from overlapc.validation.interval import interval
 
-_OURS = "-m overlapc.megatron --search DIR/search.json pretrain_gpt.py"
+_FILE = "DIR/search.json"
+_OURS = f"-m overlapc.megatron --search {_FILE} pretrain_gpt.py"
 _SCRIPT = "pretrain_gpt.py"
 _WITH_ARGUMENTS = (OURS.name, *MEGATRONS, "megatron-2021", "megatron-2022")
+
+
+def located(told: str, folder: Path) -> str:
+    """What is told, if the files of the search are in `folder`."""
+    return told.replace(_FILE, quote(str(folder / "search.json")))
 
 
 @dataclass(frozen=True)

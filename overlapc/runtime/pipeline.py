@@ -260,7 +260,11 @@ class Pipeline(Door):
                         [asdict(each.figures) for each in plans] for plans in planned[stage]
                     ]
                 except Infeasible as error:  # so that the others learn of it
-                    figures[stage] = {"budget": error.budget_bytes, "least": error.smallest_bytes}
+                    figures[stage] = {
+                        "budget": error.budget_bytes,
+                        "least": error.smallest_bytes,
+                        "fractions": error.fractions,
+                    }
         way, chosen = self._placed(figures)
         for stage, ways in planned.items():
             found = ways[way][chosen[stage]]
@@ -321,7 +325,8 @@ class Pipeline(Door):
             ways: list[list[list[StageFigures]]] = [[], []]
             for stage, figure in sorted(of_stages.items()):
                 if isinstance(figure, dict):
-                    raise Infeasible(figure["budget"], figure["least"], f"stage {stage}")
+                    place, fractions = f"stage {stage}", figure["fractions"]
+                    raise Infeasible(figure["budget"], figure["least"], place, fractions)
                 for way, plans in zip(ways, figure, strict=True):
                     way.append([StageFigures.parse(each) for each in plans])
             with busy("placing rows"):

@@ -30,9 +30,20 @@ _OF_AN_ERROR = ("an error was suppressed", "compilation failed")
 _LIMIT = "recompile limit"
 _FAILED = "Dynamo failed: "
 _REASON, _LINE = "Explanation: ", re.compile(r'File "(.*)", line \d+')  # in Dynamo's errors
-# Leaves of the autograd graph, and views and copies that AOTAutograd makes around its graphs.
+# Leaves of the autograd graph, hooks, views and copies that AOTAutograd makes around graphs.
 _NO_WORK = (
-    *("torch", "Accumulate", "Alias", "AsStrided", "Clone", "Copy", "Detach", "Diagonal", "Expand"),
+    *(
+        "BackwardHook",
+        "torch",
+        "Accumulate",
+        "Alias",
+        "AsStrided",
+        "Clone",
+        "Copy",
+        "Detach",
+        "Diagonal",
+        "Expand",
+    ),
     *("Narrow", "Permute", "Reshape", "Select", "Slice", "Split", "Squeeze", "T", "Transpose"),
     *("Unbind", "Unfold", "Unsafe", "Unsqueeze", "View", "ToCopy"),
 )
@@ -168,7 +179,7 @@ def _plain(results: Any, given: Any) -> list[str]:
     behind = [t for t in tree_leaves(results) if isinstance(t, torch.Tensor)]
     names = set()
     for node in autograd_nodes(behind, before):
-        kind = node.name().rpartition("::")[2].partition("Backward")[0]
+        kind = re.sub(r"Backward\d*$", "", node.name().rpartition("::")[2])
         if kind != "CompiledFunction" and not kind.startswith(_NO_WORK):
             names.add(kind)
     return sorted(names)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -80,6 +81,19 @@ def test_what_is_not_sharded_is_not_merged(tmp_path: Path) -> None:
         assert expected.differs(ended) == ""
         assert ended.planned
         assert "merges no microbatches: the Trainer does not shard" in ended.warned[0]
+
+
+def test_why_nothing_is_planned_of_a_compiled_model() -> None:
+    pytest.importorskip("transformers", reason="install the extra: pip install -e '.[zoo]'")
+    from overlapc.integrations.transformers import Overlap
+
+    plans = Overlap()
+    with pytest.raises(AttributeError, match="nothing is planned yet"):
+        assert plans.fallbacks
+    with pytest.warns(RuntimeWarning, match="torch_compile"):
+        plans.on_train_begin(SimpleNamespace(torch_compile=True), None, None, model=None)
+    assert "leave torch_compile out" in plans.explain()
+    assert plans.fallbacks == [plans.explain()]
 
 
 class _Interrupts:

@@ -108,6 +108,7 @@ def test_a_trace_is_written(files, tmp_path, capsys):
         ("search gpt-9b --gpus 8", USAGE, "expected a preset"),
         ("search nothing.json --gpus 8", USAGE, "config.json"),
         ("search gpt-7b --gpus 8 --hardware abacus", USAGE, "unknown hardware"),
+        ("search gpt-7b --gpus 8 --hardware h10", USAGE, "did you mean 'h100'"),
         ("search gpt-7b --gpus 8 --memory lots", USAGE, "a number and a unit"),
         ("search gpt-7b --gpus 8 --memory 800GB", USAGE, "has 85.0 GB; expected no more"),
         ("search gpt-7b --gpus 8 --solver guess", USAGE, "expected one of"),

@@ -21,6 +21,7 @@ from overlapc.core.files import load_problem, save_plan, save_problem
 from overlapc.core.pipeline import StageCost, simulate_pipeline
 from overlapc.core.schedule import format_schedule
 from overlapc.profiler.hardware import load_hardware
+from overlapc.report.answer import located
 from overlapc.report.page import page
 from overlapc.report.verdict import verdict
 from overlapc.search.evaluate import Found
@@ -157,6 +158,9 @@ def test_the_verdict_has_megatrons_arguments_and_what_they_divide(framework: str
     text = " ".join(text.split())
     ours = "-m overlapc.megatron --search DIR/search.json pretrain_gpt.py --num-layers 4 "
     assert said.startswith(ours if framework == "overlapc" else "pretrain_gpt.py --num-layers 4 ")
+    assert located(ours, Path("so so")).startswith(
+        "-m overlapc.megatron --search 'so so/search.json'"
+    )
     assert "--recompute-granularity full --recompute-method uniform" in said
     assert "--hidden-size 256 " in said
     assert (f"that {framework} runs by itself" in text) == (framework != "overlapc")

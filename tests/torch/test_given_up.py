@@ -144,6 +144,13 @@ def test_what_runs_between_graphs_is_said_once(make: Callable[[], nn.Module], op
     assert model.fallbacks[0] in model.explain()
 
 
+def test_a_hook_is_no_op_between_graphs() -> None:
+    model = Disabled()
+    model.linear.register_full_backward_hook(lambda *_: None)
+    (said,) = trained(optimized(model), 3, 3)
+    assert "between its graphs (Addmm, Exp)" in said
+
+
 class OrElse(Layer):
     """It finds out by an error which shape it was given."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -141,6 +142,19 @@ def test_a_row_of_budgets(
         assert found <= budget, lines
     for (_, more), (_, fewer) in pairwise(measured):
         assert fewer <= more, lines
+
+
+def test_a_fraction_is_answered_by_a_fraction() -> None:
+    captured = capture(Perceptrons(), torch.randn(64, 64))
+    with pytest.raises(Infeasible, match=r"memory_budget=0.01 \(\d+ bytes\)") as caught:
+        plan(captured, Options(profile="estimate", memory_budget=0.01))
+    assert caught.value.fractions is not None
+    _, least = caught.value.fractions
+    assert f"pass memory_budget={least} or more" in str(caught.value)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+    report = plan(captured, Options(profile="estimate", memory_budget=least)).report
+    assert caught.value.smallest_bytes <= (report.problem.budget_bytes or 0)
+    assert (report.problem.budget_bytes or 0) <= 1.02 * caught.value.smallest_bytes
 
 
 def test_the_default_budget_is_what_the_models_own_recompute_takes() -> None:

@@ -150,6 +150,16 @@ def least(make: Callable[[], nn.Module], cache: Path) -> int:
     return caught.value.smallest_bytes
 
 
+def test_graphs_answer_a_fraction_by_a_fraction(tmp_path: Path) -> None:
+    cache = tmp_path / "costs"
+    with pytest.raises(Infeasible) as caught:
+        exact(lambda: four((0, 2)), solver="heu", memory_budget=0.001, cache=cache)
+    assert caught.value.fractions is not None
+    fits = caught.value.fractions[1]
+    twin = exact(lambda: four((0, 2)), solver="heu", memory_budget=fits, cache=cache)
+    assert peak(twin, rows()) <= caught.value.smallest_bytes * 1.02
+
+
 def test_three_graphs_share_what_one_has(tmp_path: Path) -> None:
     """At the same budget a broken model takes no more than a whole one."""
     cache = tmp_path / "costs"
