@@ -372,10 +372,12 @@ class RowRun:
                 return do()
         except Exception as error:
             first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            where = f"rank {self.links.rank} at action {self.at}, {what}: {first_line}"
+            if isinstance(error, RankError) and "; expected" in first_line:
+                raise RankError(where) from error
             raise RankError(
-                f"rank {self.links.rank} at action {self.at}, {what}: {first_line}; expected it "
-                f"within {self.links.limit_s:g} s (timeout_s, or the process group's own): see the "
-                "output of that rank for why it ended or is late"
+                f"{where}; expected it within {self.links.limit_s:g} s (timeout_s, or the process "
+                "group's own): see the output of that rank for why it ended or is late"
             ) from error
 
 

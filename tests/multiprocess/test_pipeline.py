@@ -666,6 +666,7 @@ def test_a_killed_rank_is_an_error_on_the_others_within_ten_seconds() -> None:
     assert kind == "RankError"
     assert "rank 0 at action 0" in said
     assert "rank 1" in said
+    assert said.count("see the output of that rank") == 1
     assert seconds < 10
 
 
