@@ -32,20 +32,9 @@ _FAILED = "Dynamo failed: "
 _REASON, _LINE = "Explanation: ", re.compile(r'File "(.*)", line \d+')  # in Dynamo's errors
 # Leaves of the autograd graph, hooks, views and copies that AOTAutograd makes around graphs.
 _NO_WORK = (
-    *(
-        "BackwardHook",
-        "torch",
-        "Accumulate",
-        "Alias",
-        "AsStrided",
-        "Clone",
-        "Copy",
-        "Detach",
-        "Diagonal",
-        "Expand",
-    ),
-    *("Narrow", "Permute", "Reshape", "Select", "Slice", "Split", "Squeeze", "T", "Transpose"),
-    *("Unbind", "Unfold", "Unsafe", "Unsqueeze", "View", "ToCopy"),
+    *("torch", "Accumulate", "Alias", "AsStrided", "BackwardHook", "Clone", "Copy", "Detach"),
+    *("Diagonal", "Expand", "Narrow", "Permute", "Reshape", "Select", "Slice", "Split"),
+    *("Squeeze", "T", "Transpose", "Unbind", "Unfold", "Unsafe", "Unsqueeze", "View", "ToCopy"),
 )
 _NO_REASON = (
     "Dynamo compiled none of it, and gave no reason; threads that compile at once are one: "

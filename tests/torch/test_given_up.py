@@ -151,6 +151,36 @@ def test_a_hook_is_no_op_between_graphs() -> None:
     assert "between its graphs (Addmm, Exp)" in said
 
 
+class IfAny(Layer):
+    """It asks how many there are, which is data."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = self.linear(x).masked_select(x > 0)
+        return found.exp() if found.numel() else self.linear(x)
+
+
+class Hooked(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear.register_full_backward_hook(lambda *_: None)
+
+
+class Prints(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        print("in the middle")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [(Prints, "it calls print"), (Hooked, "a full backward hook"), (IfAny, "a value of a tensor")],
+)
+def test_common_breaks_are_said_in_users_words(make: Callable[[], nn.Module], said: str) -> None:
+    step = overlapc.TrainStep(make(), lambda model, x: model(x).sum(), profile="estimate")
+    with pytest.warns(RuntimeWarning, match=said):
+        step([torch.randn(2, 8, requires_grad=True) for _ in range(2)])
+
+
 class OrElse(Layer):
     """It finds out by an error which shape it was given."""
 
@@ -169,14 +199,6 @@ def test_an_error_that_the_model_catches() -> None:
     assert "view(" in said
     assert "test_given_up.py" in said
     assert torch.equal(twin(x), model(x))
-
-
-class IfAny(Layer):
-    """It asks how many there are, which is data."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        found = self.linear(x).masked_select(x > 0)
-        return found.exp() if found.numel() else self.linear(x)
 
 
 def test_an_error_of_the_models_own_leaves_it_planned() -> None:

@@ -18,6 +18,14 @@ from overlapc.passes.capture.model_files import is_models
 _CONTEXT = "Developer debug context:"  # marks the details in Dynamo's errors
 _RAISED = "Observed exception"  # Dynamo's words for what a function raises
 _GOT = re.compile(r"with fake tensors: .*: got (.*)")  # ... and for what an op raises
+# Dynamo's words for what training code often does, and a user's.
+_BY_VALUE = "Python looks at a value of a tensor (data-dependent: `.item()`, `if` of a tensor)"
+_IN_WORDS = {
+    "builtin print": "it calls print",
+    "Module-level backwards hooks": "a module has a full backward hook",
+    "Could not guard on data-dependent": _BY_VALUE,
+    "Tensor.tolist() with non-integer": _BY_VALUE,
+}
 # PyTorch's words for a kernel, of an extension say, that is given a tensor without values.
 _OF_KERNELS = ("FunctionalTensor on its own", "data pointer of Tensor")
 
@@ -59,6 +67,7 @@ def _reason(error: Exception) -> tuple[str, str]:
     about = [line.partition(_CONTEXT)[2].strip() for line in lines if line.startswith(_CONTEXT)]
     about += [found[1] for line in lines if (found := _GOT.search(line))]
     reason = ": ".join([*lines[:1], *[details for details in about if details][:1]])
+    reason = next((said for words, said in _IN_WORDS.items() if words in reason), reason)
     frames = list(getattr(error, "real_stack", None) or ())
     frames = [frame for frame in frames if is_models(frame.filename)] or frames
     place = f'File "{frames[-1].filename}", line {frames[-1].lineno}' if frames else ""
