@@ -242,6 +242,7 @@ _FINE = (
     *(n * _QUARTER for n in range(2 * FEW + 1, 1, -1)),
     *(n * _QUARTER / 2 for n in range(FEW, -1, -1)),
 )
+_STEPS, _FINER = 8 * RUNGS, 8  # of what all take; limits of quick programs are rounded to them
 
 
 def _ladder(
@@ -267,7 +268,8 @@ def _ladder(
         groups = None if rung == 0 else False  # takes seconds, and only the least memory needs it
         if rung == 0 and quick:  # of what is as good there, little fits once it is in order
             periodic = Periodic(replace(problem, budget_bytes=most))
-        less, worth = periodic.within(budget_of(rung)), best.worth if best else _any
+        steps = _STEPS * (_FINER if rung <= 1 else 1) if quick and rung else 0
+        less, worth = periodic.within(budget_of(rung), steps), best.worth if best else _any
         for plan in heu_plans(
             less.problem, thorough=tight, grouped=groups, worth=worth, periodic=less
         ):

@@ -198,6 +198,7 @@ class Policy:
         self._always = totals.bytes + period.bytes_of_block  # beside what is kept
         self._is_limited = problem.budget_bytes is not None
         self._bytes = [self._kept_bytes(problem, period, c) for c in range(len(keep))]
+        self._all = sum(map(operator.mul, self._bytes, period.blocks))
         if self._is_limited:
             program += pulp.lpSum(map(operator.mul, self._bytes, keep)) <= 0
         self._reuses = reuses
@@ -220,10 +221,13 @@ class Policy:
         copies = problem.in_flight - (1 / blocks if blocks > 1 and c in period.wanted else 0)
         return period.bytes[c] / self._megabyte * copies
 
-    def keep(self, most_bytes: int | None) -> dict[int, int] | None:
+    def keep(self, most_bytes: int | None, steps: int = 0) -> dict[int, int] | None:
         """How many of each class to keep if all may take so many bytes; None if that is
-        impossible."""
+        impossible. With `steps` bytes are rounded down to so many parts of what all take: then
+        limits that are near each other have one solution."""
         limit = math.inf if most_bytes is None else (most_bytes - self._always) / self._megabyte
+        if steps and self._all and math.isfinite(limit):
+            limit = math.floor(limit / self._all * steps) * self._all / steps
         for least, most, known in self._known:
             if least <= limit <= most:
                 return known
@@ -267,12 +271,14 @@ class Periodic:
         self.period = period or Period(problem, self.needs, repeated_blocks(problem))
         totals, how = Totals.of(problem), {"quick": quick, "reuses": reuses}
         self._policy = cache(partial(Policy, problem, self.period, totals, **how))
+        self.steps = 0
         self.least_room = cache(self._least_room)
         self.peak = cache(partial(_peak_on_demand, problem))  # of a choice
 
-    def within(self, budget_bytes: int) -> Periodic:
-        """The same with another limit."""
+    def within(self, budget_bytes: int, steps: int = 0) -> Periodic:
+        """The same with another limit, in so many steps, if any."""
         other = copy.copy(self)
+        other.steps = steps
         other.problem = replace(self.problem, budget_bytes=budget_bytes)
         other.least_room = cache(other._least_room)
         return other
@@ -307,7 +313,8 @@ class Periodic:
     def choice_with(self, room: int, how: str = "", again: float = EXPOSED) -> Choice | None:
         """The best choice with which `room` bytes stay free; None if that is impossible."""
         budget = self.problem.budget_bytes
-        keep = self._policy(again).keep(None if budget is None else budget - room)
+        most = None if budget is None else budget - room
+        keep = self._policy(again).keep(most, self.steps)
         return None if keep is None else self.period.choice(self.needs, keep, how)
 
 
