@@ -1,7 +1,7 @@
 """torchtitan's graph trainer, planned: every bit of a step is that of its plain trainer, FSDP2.
 
-With HSDP, and of chunked losses, its traced step adds up in another order than FSDP2: there it is
-the step without a plan.
+With HSDP, and of chunked losses, its traced step adds up in another order than FSDP2, and it has
+two gradients of weights that qwen3 ties: there it is the step without a plan.
 """
 
 from __future__ import annotations
@@ -31,8 +31,13 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "experts": ("deepseek_v3", 2, {"expert_parallel_degree": 2}),
     "hsdp": ("llama3", 4, {"data_parallel_replicate_degree": 2}),
     "fsdp and tp": ("llama3", 4, {"tensor_parallel_degree": 2}),
+    "fsdp on four": ("llama3", 4, {}),
+    "qwen3": ("qwen3", 2, {}),
+    "qwen3 and tp": ("qwen3", 4, {"tensor_parallel_degree": 2}),
+    "qwen3 with experts": ("qwen3", 2, {"flavor": "debugmodel_moe", "expert_parallel_degree": 2}),
 }
-OTHERWISE = ("hsdp", "chunked loss", "as its configs")
+OTHERWISE = ("hsdp", "chunked loss", "as its configs", "qwen3", "qwen3 and tp")
+TIGHT = {"qwen3 with experts": 0.6}  # the least of it is 0.504; of others below a half
 IN_MAKE_TEST = ("fsdp", "as its configs", "experts")
 
 
@@ -89,7 +94,7 @@ def on_rank(rank: int, ranks: int, name: str, budgets: list[Any]) -> list[dict[s
 @pytest.mark.timeout(300)
 def test_a_planned_step_is_the_trainers(name: str) -> None:
     ranks = LAYOUTS[name][1]
-    for rows in run_ranks(on_rank, ranks, name, [None, 0.5], timeout_s=200):
+    for rows in run_ranks(on_rank, ranks, name, [None, TIGHT.get(name, 0.5)], timeout_s=200):
         for i, row in enumerate(rows, 1):
             assert row["losses"] == [True, True]
             assert row["gradients"] == row["buffers"] == row["told"] == []
