@@ -31,7 +31,7 @@ from overlapc.solvers.choose.keep import keep_sets
 from overlapc.solvers.choose.opt import SolverProgress, opt
 from overlapc.solvers.choose.overlap import overlap_plans, steady_plans
 from overlapc.solvers.choose.period import Periodic
-from overlapc.solvers.constants import AT_BOUND, FEW, LADDER, LARGE, RUNGS, SMALL
+from overlapc.solvers.constants import AT_BOUND, FEW, LADDER, LARGE, RUNGS, SMALL, STEPS
 from overlapc.solvers.field import baselines
 from overlapc.solvers.field.modules import PREFIX, by_module, modules_of
 from overlapc.solvers.order.merging import merged_plans
@@ -242,7 +242,7 @@ _FINE = (
     *(n * _QUARTER for n in range(2 * FEW + 1, 1, -1)),
     *(n * _QUARTER / 2 for n in range(FEW, -1, -1)),
 )
-_STEPS, _FINER = 8 * RUNGS, 8  # of what all take; limits of quick programs are rounded to them
+_FINER = STEPS // RUNGS  # so many times as many steps at the last rungs
 
 
 def _ladder(
@@ -268,7 +268,7 @@ def _ladder(
         groups = None if rung == 0 else False  # takes seconds, and only the least memory needs it
         if rung == 0 and quick:  # of what is as good there, little fits once it is in order
             periodic = Periodic(replace(problem, budget_bytes=most))
-        steps = _STEPS * (_FINER if rung <= 1 else 1) if quick and rung else 0
+        steps = STEPS * (_FINER if rung <= 1 else 1) if quick and rung else 0
         less, worth = periodic.within(budget_of(rung), steps), best.worth if best else _any
         for plan in heu_plans(
             less.problem, thorough=tight, grouped=groups, worth=worth, periodic=less

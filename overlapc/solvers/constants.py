@@ -5,6 +5,7 @@ from __future__ import annotations
 
 # How fine a search is; modules use small multiples of these.
 RUNGS = 12  # steps of memory; candidates for one place
+STEPS = 96  # to so many steps of what all take, limits of a ladder's quick programs are rounded
 FEW = 3  # so many of the best get more effort
 
 # How long a search looks.

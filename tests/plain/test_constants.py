@@ -12,6 +12,7 @@ FOLDER = Path(__file__).parents[2] / "overlapc" / "solvers"
 NAMES = {
     "ACTIONS", "AT_BOUND", "EVALUATIONS", "EXACT", "EXPOSED", "FEW", "GAP", "LADDER", "LARGE",
     "MERGED", "NEAR", "OVERSHOOT", "REACH", "ROOM", "RUNGS", "SEARCHED", "SECONDS", "SMALL",
+    "STEPS",
     "THRIFT",
 }  # fmt: skip
 # How many numbers but 0, 1 and 2 stand in a file beside units and tolerances.
