@@ -45,7 +45,7 @@ ELSEWHERE = {
     *("_custom_dpa_local_recipes_cache", "_custom_dpa_local_recipes_cache_key"),
     *("_qkv_capabilities_quantizer", "_qkv_capabilities_cache"),
 }
-OF_MEGATRON = {"current_max_attn_logits"}
+OF_MEGATRON = {"current_max_attn_logits", "kept_packed_seq_params"}
 SINCE = {"_is_fsdp2", "debug_enabled_in_this_iteration"}  # in releases behind 2.9
 
 
