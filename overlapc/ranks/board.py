@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from overlapc.core.errors import RankError
+from overlapc.ranks.gloo import mend_gathers
 from overlapc.ranks.here import place_of
 from overlapc.ranks.presence import Presence
 from overlapc.tools.issued import issued
@@ -236,6 +237,7 @@ def own_board() -> Board | None:
 
 def attend() -> None:
     """Let others see from now on whether this process lives. Every front door begins with it."""
+    mend_gathers()
     if (board := own_board()) is not None:
         board.presence.begin()
 
