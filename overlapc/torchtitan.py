@@ -154,11 +154,11 @@ class _TracedStep:
             gradients = dict(self._gradients())
             try:
                 options = self._as_much_as_theirs(graph, inputs)
-                report = plan_step(graph, gradients, static, options, self.attempts)
+                report = plan_step(graph, gradients, static, options, self.attempts, path_of)
             except Infeasible:
                 if self.options.memory_budget is not None:
                     raise
-                report = plan_step(graph, gradients, static, self.options, self.attempts)
+                report = plan_step(graph, gradients, static, self.options, self.attempts, path_of)
         except CaptureError as error:
             self.attempts.refused(error)
             warn(f"overlapc: torchtitan's own passes run this step: {error}")
@@ -190,6 +190,11 @@ class _TracedStep:
         place = {name: i for i, name in enumerate(names)}
         for name, gradient in zip(self.trained, results[1:], strict=True):
             yield from zip(inputs[place[name]], gradient, strict=True)
+
+
+def path_of(node: fx.Node) -> str:
+    """The module that a node is in, as their tracer marks it."""
+    return str((node.meta.get("custom") or {}).get("module_fqn", ""))
 
 
 def _places(count: int, layouts: Any) -> list[range]:

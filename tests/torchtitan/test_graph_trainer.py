@@ -13,9 +13,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import fx
 
 from examples.torchtitan import on_cpu as titan
 from overlapc.core.errors import CaptureError
+from overlapc.passes.buckets import fuse
+from overlapc.passes.whole import WholeStep
 from tests.multiprocess.spawn import run_ranks
 
 pytestmark = [
@@ -52,11 +55,19 @@ def differ(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) ->
     return [name for name in found if not torch.equal(found[name], expected[name])]
 
 
-def on_rank(rank: int, ranks: int, name: str, budgets: list[Any]) -> list[dict[str, Any]]:
-    """Two steps whose gradients are added up: eager, and planned within each budget."""
+def on_rank(
+    rank: int, ranks: int, name: str, budgets: list[Any], joined: bool = False
+) -> list[dict[str, Any]]:
+    """Two steps whose gradients are added up: eager, and planned within each budget; `joined`: the
+    collectives of each block are one, whether that is faster or not."""
     dist.init_process_group("gloo")
     titan.load()
     import overlapc.torchtitan
+    from overlapc.runtime import whole
+
+    if joined:
+        whole.fuse = lambda graph, path_of: set()  # type: ignore[assignment]
+        whole.WholeStep = _joined  # type: ignore[assignment, misc]
 
     model, _, parallelism = LAYOUTS[name]
     config = titan.config_of(model, **parallelism)
@@ -90,6 +101,13 @@ def on_rank(rank: int, ranks: int, name: str, budgets: list[Any]) -> list[dict[s
     return rows
 
 
+def _joined(graph: fx.GraphModule, *given: Any) -> WholeStep:
+    from overlapc.torchtitan import path_of
+
+    assert fuse(graph, path_of)
+    return WholeStep(graph, *given)
+
+
 @pytest.mark.parametrize("name", each_of(LAYOUTS))
 @pytest.mark.timeout(300)
 def test_a_planned_step_is_the_trainers(name: str) -> None:
@@ -100,6 +118,19 @@ def test_a_planned_step_is_the_trainers(name: str) -> None:
             assert row["gradients"] == row["buffers"] == row["told"] == []
             assert row["planned"] == i
         assert rows[-1]["again"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["fsdp", *(pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name != "fsdp")],
+)
+@pytest.mark.timeout(300)
+def test_a_planned_step_with_joined_collectives_is_the_trainers(name: str) -> None:
+    budgets = [None, TIGHT.get(name, 0.6)]
+    for rows in run_ranks(on_rank, LAYOUTS[name][1], name, budgets, True, timeout_s=200):
+        for row in rows:
+            assert row["losses"] == [True, True]
+            assert row["gradients"] == row["buffers"] == row["told"] == []
 
 
 def plain_on_rank(rank: int, ranks: int, name: str) -> dict[str, Any]:
