@@ -35,6 +35,7 @@ from examples.torchtitan import on_cpu
 from overlapc.core.errors import Infeasible
 from overlapc.core.ir import Plan, Problem
 from overlapc.core.simulate import simulate
+from overlapc.passes.buckets import fuse
 from overlapc.passes.nodes import is_wait
 from overlapc.passes.trace import trace_in_order
 from overlapc.passes.whole import WholeStep
@@ -149,8 +150,9 @@ def _levels(peaks: list[float], count: int) -> list[float]:
     return [least * (most / least) ** (i / max(1, count - 1)) * 1.000001 for i in range(count)]
 
 
-def _traced(model: Model, args: argparse.Namespace) -> tuple[list[Step], WholeStep]:
-    """The steps of torchtitan's passes, and the traced one, to be planned."""
+def _traced(model: Model, args: argparse.Namespace) -> tuple[list[Step], list[WholeStep]]:
+    """The steps of torchtitan's passes, and the traced one, to be planned: as it is, and with the
+    collectives of each block joined."""
     from torchtitan.experiments.graph_trainer import passes, registry
 
     import overlapc.torchtitan
@@ -178,7 +180,10 @@ def _traced(model: Model, args: argparse.Namespace) -> tuple[list[Step], WholeSt
 
     def caught(graph: Any, gradients: Any, static: Any, *_: Any) -> Any:
         took_s.append(time.monotonic() - began)
+        joined = copy.deepcopy(graph)
         found.append(WholeStep(graph, gradients, static))
+        if fuse(joined, overlapc.torchtitan.path_of):
+            found.append(WholeStep(joined, gradients, static))
         raise Traced
 
     registry.register_pass_pipeline("look")(look)
@@ -211,7 +216,7 @@ def _traced(model: Model, args: argparse.Namespace) -> tuple[list[Step], WholeSt
     say(f"{model}: {len(ops)} ops, traced in {took_s[0]:.0f} s")
     for step in theirs:
         say(f"  {step.name:28} {step.ms:8.1f} ms, {step.gb:.2f} GB")
-    return theirs, found[0]
+    return theirs, found
 
 
 def _nothing_again(graph: fx.GraphModule, *, config: Any) -> fx.GraphModule:
@@ -284,15 +289,20 @@ def _in_order(graph: fx.GraphModule, name: str) -> Step:
     return Step(name, timeline.step_ns / 1e6, timeline.peak_bytes / 1e9)
 
 
-def _planned(step: WholeStep, budget: float, solver: str) -> Step | None:
+def _planned(steps: list[WholeStep], budget: float, solver: str) -> Step | None:
+    """The faster of the plans, as `plan_step` takes it."""
     options = Options(
         memory_budget=round(budget * 1e9), solver=solver, profile="estimate", hardware=HARDWARE
     )
-    try:
-        report = plan(step.captured, options, TrainingStep("whole step")).report
-    except Infeasible:
-        return None
-    return Step(report.plan.found_by or solver, report.step_ms, report.peak_bytes / 1e9)
+    found: list[Step] = []
+    for step, how in zip(steps, ("apart", "joined"), strict=False):
+        try:
+            report = plan(step.captured, options, TrainingStep("whole step")).report
+        except Infeasible:
+            continue
+        name = f"{how}, {report.plan.found_by or solver}"
+        found.append(Step(name, report.step_ms, report.peak_bytes / 1e9))
+    return min(found, key=lambda step: step.ms, default=None)
 
 
 if __name__ == "__main__":
