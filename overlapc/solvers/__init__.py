@@ -271,7 +271,7 @@ def _ladder(
         steps = STEPS * (_FINER if rung <= 1 else 1) if quick and rung else 0
         less, worth = periodic.within(budget_of(rung), steps), best.worth if best else _any
         for plan in heu_plans(
-            less.problem, thorough=tight, grouped=groups, worth=worth, periodic=less
+            less.problem, thorough=tight, grouped=groups, quick=quick, worth=worth, periodic=less
         ):
             if above is None or peak_bytes(problem, plan) <= above:
                 yield replace(plan, found_by=f"rung {rung:g} of {rungs} {plan.found_by}")

@@ -32,6 +32,7 @@ def heu_plans(
     defer: bool = True,
     thorough: bool = True,
     grouped: bool | None = None,
+    quick: bool = False,
     hopeful: bool = True,
     worth: Callable[[Choice], bool] = lambda _: True,
     periodic: Periodic | None = None,
@@ -40,7 +41,8 @@ def heu_plans(
 
     `thorough` adds choices that leave the schedule more room and, where even blocks' inputs are
     recomputed, choices of periods of several blocks; `grouped` adds the latter always (True) or
-    never (False). Without `defer` weight gradients keep their place. Without `hopeful` no simple
+    never (False); `quick`: of several blocks alone, never of the whole trace, and solved less
+    closely. Without `defer` weight gradients keep their place. Without `hopeful` no simple
     plan fits: then many periods are tried only if a choice that ignores blocks fits. Choices that
     are not `worth` it are not scheduled.
     """
@@ -66,8 +68,9 @@ def heu_plans(
     others = _steady(problem, needs, budget)
     if not hopeful and not tried and not others:
         return
-    for several in _groups(problem, needs, repeated, whole=not tried):
-        of_several = Periodic(problem, needs, several)
+    whole = not quick and (not tried or len(problem.trace.ops) <= LARGE)
+    for several in _groups(problem, needs, repeated, whole):
+        of_several = Periodic(problem, needs, several, quick=quick)
         for choice in _fitting(of_several, budget, thorough, _AGAIN[:1]):
             if choice not in tried:
                 tried.append(choice)
@@ -111,11 +114,11 @@ def _leaving(
 def _groups(
     problem: Problem, needs: Needs, repeated: Repetition | None, whole: bool
 ) -> Iterator[Period]:
-    """Periods of several blocks, and the whole trace as one if that is not too long or `whole`."""
+    """Periods of several blocks, and if `whole` the whole trace as one."""
     for blocks in range(2, FEW + 2):
         if repeated is not None and 2 * blocks <= repeated.count:
             yield Period(problem, needs, repeated.grouped(blocks), blocks)
-    if repeated is not None and (whole or len(problem.trace.ops) <= LARGE):
+    if repeated is not None and whole:
         yield Period(problem, needs, None)
 
 
@@ -126,7 +129,7 @@ def _fitting(
     assumed share of exposed recomputed collectives."""
     cost, makers = periodic.problem.cost, periodic.period.maker.values()
     exposed = any(cost(op.name).comm_ns for op in makers)
-    for again in shares if thorough and exposed else shares[:1]:
+    for again in shares if exposed and (thorough or periodic.steps) else shares[:1]:
         room = periodic.least_room(again)
         if room is None:
             return

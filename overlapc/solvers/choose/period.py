@@ -22,6 +22,7 @@ from __future__ import annotations
 import copy
 import math
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from types import ModuleType
@@ -33,7 +34,7 @@ from overlapc.core.ir import Op, Plan, Problem
 from overlapc.core.simulate import peak_bytes
 from overlapc.solvers.choose.blocks import Repetition, repetition
 from overlapc.solvers.choose.choice import Choice, Needs, on_demand
-from overlapc.solvers.constants import EXPOSED, FEW, GAP, SECONDS
+from overlapc.solvers.constants import EXPOSED, FEW, GAP, SECONDS, STEPS
 
 # PuLP keeps the errors of solvers that are not there, and these the frames of its importer, with
 # whatever model is in them.
@@ -198,7 +199,7 @@ class Policy:
         self._always = totals.bytes + period.bytes_of_block  # beside what is kept
         self._is_limited = problem.budget_bytes is not None
         self._bytes = [self._kept_bytes(problem, period, c) for c in range(len(keep))]
-        self._all = sum(map(operator.mul, self._bytes, period.blocks))
+        self._all: float = sum(map(operator.mul, self._bytes, period.blocks))
         if self._is_limited:
             program += pulp.lpSum(map(operator.mul, self._bytes, keep)) <= 0
         self._reuses = reuses
@@ -237,6 +238,15 @@ class Policy:
             least = sum(self._bytes[c] * count for c, count in found.items())
         self._known.append((least, limit, found))
         return found
+
+    def step_of(self, most_bytes: int, steps: int) -> int:
+        """The step that such a limit is rounded to."""
+        share = (most_bytes - self._always) / self._megabyte / max(1, self._all)
+        return max(-1, min(steps, math.floor(share * steps)))
+
+    def bytes_of(self, step: int, steps: int) -> int:
+        """A limit that is rounded to this step."""
+        return math.ceil(self._always + (step + 1e-6) * self._all / steps * self._megabyte)
 
     def _solved(self, limit: float) -> dict[int, int] | None:
         highs = self._highs
@@ -294,6 +304,8 @@ class Periodic:
             return None if choice is None else self.peak(choice) - budget
 
         least = most = -2 * self.period.bytes_of_block - budget // 20
+        if self.steps:
+            return self._scanned(self._policy(again), budget - least, over)
         for _ in range(_STEPS):
             excess = over(most)
             if excess is None or excess <= 0:
@@ -309,6 +321,31 @@ class Periodic:
                 most = middle
                 found = found if excess is None else middle
         return found
+
+    def _scanned(
+        self, policy: Policy, most_bytes: int, over: Callable[[int], int | None]
+    ) -> int | None:
+        """The same among rooms of whole steps: other limits have asked for most of them."""
+        assert self.problem.budget_bytes is not None
+        budget, fits = self.problem.budget_bytes, None
+        coarse = min(self.steps, STEPS)
+        for k in range(policy.step_of(most_bytes, coarse), -1, -1):
+            room = budget - policy.bytes_of(k, coarse)
+            excess = over(room)
+            if excess is None:
+                return None
+            if excess <= 0:
+                fits = room
+                break
+        if fits is None:
+            return None
+        finer = self.steps // coarse
+        for i in range((k + 1) * finer - 1, k * finer, -1):
+            room = budget - policy.bytes_of(i, self.steps)
+            excess = over(room)
+            if excess is not None and excess <= 0:
+                return room
+        return fits
 
     def choice_with(self, room: int, how: str = "", again: float = EXPOSED) -> Choice | None:
         """The best choice with which `room` bytes stay free; None if that is impossible."""
