@@ -260,6 +260,8 @@ def _ladder(
     def budget_of(rung: float) -> int:
         return least + round((most - least) * rung / rungs)
 
+    if quick and periodic.needs.gathered:
+        yield from _gathered_again(problem, periodic, best)
     for rung in _FINE if quick else range(rungs, -1, -1):
         above = budget_of(rung + 1) if rung < rungs else None  # no plan takes more
         if above is not None and best is not None and not best.beaten_within(above):
@@ -275,6 +277,18 @@ def _ladder(
         ):
             if above is None or peak_bytes(problem, plan) <= above:
                 yield replace(plan, found_by=f"rung {rung:g} of {rungs} {plan.found_by}")
+
+
+def _gathered_again(problem: Problem, periodic: Periodic, best: _Best | None) -> Iterator[Plan]:
+    """HEU's plans for what FSDP2 takes, which keeps all but the weights it gathers: the budget of
+    whoever gives none."""
+    kept = [each for each in periodic.needs.storages if each not in periodic.needs.gathered]
+    limit = peak_bytes(problem, plan_on_demand(problem, kept, ""))
+    less, worth = periodic.within(limit, STEPS * _FINER), best.worth if best else _any
+    for plan in heu_plans(
+        less.problem, thorough=False, grouped=False, quick=True, worth=worth, periodic=less
+    ):
+        yield replace(plan, found_by=f"weights gathered again, {plan.found_by}")
 
 
 def _filled(problem: Problem, best: _Best | None) -> Iterator[Plan]:

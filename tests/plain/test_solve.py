@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from overlapc.core.check import check
 from overlapc.core.errors import Infeasible, OptionError
+from overlapc.core.ir import Problem
 from overlapc.core.simulate import peak_bytes, simulate, step_ns
 from overlapc.solvers import BASELINES, bound_ns, faster, generators, smallest_bytes, solve
+from overlapc.solvers.choose.choice import Needs, plan_on_demand
 from overlapc.solvers.choose.heu import heu_plans
 from overlapc.solvers.constants import AT_BOUND
 from overlapc.solvers.order.placing import can_place, placed
@@ -171,6 +173,38 @@ def test_the_ladder_ends_where_its_budgets_force_more_recompute_than_pays(monkey
     everything = [p for plans in generators(problem, "overlap").values() for p in plans]
     assert walked < (len(budgets) - walked) / 2
     assert simulate(problem, found).step_ns == min(step_ns(problem, p) for p in everything)
+
+
+def sharded(blocks: int) -> Problem:
+    """Blocks whose weights are gathered, each twice as large as what it hands on."""
+    forward, backward, sizes = "", "", {}
+    for i in range(blocks):
+        forward += f"gather{i} F dp | w{i} > raw{i} | 1 + 30\nwait{i} F | raw{i} > full{i} | 0\n"
+        forward += f"view{i} F | full{i} > t{i}~full{i} | 1\n"
+        forward += f"mm{i} F | x{i} t{i} > y{i} | 20\ngelu{i} F | y{i} > x{i + 1} | 5\n"
+        one = f"slope{i} I | g{i + 1} y{i} > s{i} | 5\n"
+        one += f"back{i} I | s{i} t{i} > g{i} | 20\nweight{i} W | s{i} x{i} > d{i} | 20\n"
+        backward = one + backward
+        sizes |= {f"full{i}": 200, f"raw{i}": 200, f"y{i}": 100, f"x{i + 1}": 100}
+    outputs = " ".join(["g0", *(f"d{i}" for i in range(blocks))])
+    return tiny(forward + backward, outputs, sizes=sizes | {"x0": 100})
+
+
+def test_weights_that_are_gathered_are_known_from_activations() -> None:
+    problem = sharded(2)
+    assert Needs(problem.trace).gathered == {"raw0", "full0", "raw1", "full1"}
+
+
+def test_overlap_plans_for_what_gathering_every_weight_again_takes() -> None:
+    problem = sharded(6)
+    needs = Needs(problem.trace)
+    kept = set(needs.storages) - needs.gathered
+    plain = plan_on_demand(problem, kept, "none", needs)
+    limited = replace(problem, budget_bytes=peak_bytes(problem, plain))
+    plans = [plan for some in generators(limited, "overlap").values() for plan in some]
+    own = [plan for plan in plans if plan.found_by.startswith("weights gathered again")]
+    assert any(peak_bytes(problem, plan) <= limited.budget_bytes for plan in own)
+    assert step_ns(limited, solve(limited)) < step_ns(limited, plain)
 
 
 @pytest.mark.parametrize("seed", range(5))

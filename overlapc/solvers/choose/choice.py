@@ -71,6 +71,23 @@ class Needs:
         }
         return tuple(found)
 
+    @cached_property
+    def gathered(self) -> frozenset[str]:
+        """Storages of what collectives make of inputs alone, as of sharded weights, and of what
+        follows from these alone; only of ops that may run again."""
+        trace = self.trace
+        known, found = set(trace.resident), set[str]()
+        for op in trace.ops:
+            if not op.is_forward or not op.inputs or not self.may_rerun(op):
+                continue
+            given = {trace.value[name].storage for name in op.inputs}
+            made = {trace.value[name].storage for name in op.outputs}
+            if given <= found or (op.role == "start" and given <= known):
+                found |= made
+            elif given <= known:
+                known |= made
+        return frozenset(found - trace.resident)
+
     def complete(self, keep: frozenset[str], found_by: str = "") -> Choice:
         """The saved values and recomputed ops that follow from keeping these storages.
 
