@@ -7,7 +7,8 @@
 There is a file for each graph on a device, for so many ranks and one version of overlapc. What was
 measured first is what all plans there are for, whatever their budgets are: a run measures again,
 and takes the costs that are kept if its own are near. So a second run plans the same. The file is
-replaced in one step; two processes that write at once may lose plans, not correctness.
+replaced in one step; two processes that write at once may lose plans, not correctness. Of a folder
+the files that were used last stay.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from overlapc.tools.told import warn
 
 _KIND, VERSION = "kept plans", 1
 _NEAR = 2.0  # the times in all that count as near: machines and links vary from run to run
+_FILES = 200  # of a folder
 _CONDITIONS = ("device", "torch", "threads", "matmul_precision", "deterministic", "clock")
 
 
@@ -64,6 +66,8 @@ class KeptPlans:
             pairs = zip(found["ranks"], now, strict=True)
             if known and all(near(*pair) for pair in pairs) and dict(found["plans"]):
                 self.content = found
+                with contextlib.suppress(OSError):  # where others' files are only read
+                    os.utime(self.path)
                 return json.dumps([found["ranks"], float(found["adding"])])
         except (FileError, ValueError, TypeError, LookupError, AttributeError):
             pass
@@ -93,8 +97,16 @@ class KeptPlans:
             with contextlib.suppress(OSError):  # write_file says what is wrong
                 os.makedirs(self.path.parent, exist_ok=True)
             write_file(self.path, json.dumps(self.content) + "\n")
+            _forget(self.path.parent)
         except FileError as error:
             warn(f"{error}; going on without keeping plans")
+
+
+def _forget(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # another process forgets, too; or may not here
+        files = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime_ns)
+        for file in files[:-_FILES]:
+            file.unlink()
 
 
 def question_of(problems: Iterable[Problem], about: Sequence[str]) -> str:

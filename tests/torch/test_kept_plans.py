@@ -73,6 +73,21 @@ def test_each_budget_is_asked_once_on_the_same_costs(tmp_path: Path, searched: l
     assert len(kept(cache)) == 1
 
 
+def test_graphs_that_were_not_used_for_long_are_forgotten(
+    tmp_path: Path, searched: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kept_plans, "_FILES", 2)
+    cache = tmp_path / "costs.json"
+    for hardware in ("h100-sxm", "h200-sxm", "h100-sxm", "b200"):  # the second is oldest then
+        started(cache, profile="estimate", hardware=hardware)
+    assert len(kept(cache)) == 2
+    assert len(searched) == 3
+    started(cache, profile="estimate", hardware="h100-sxm")
+    assert len(searched) == 3
+    started(cache, profile="estimate", hardware="h200-sxm")
+    assert len(searched) == 4
+
+
 def test_times_are_near_within_a_factor_of_two() -> None:
     now = {"costs": {"f": [100, 0, 8, ""], "g": [50, 40, 0, ""]}, "slowdown": [1000, 1000]}
     for factor, is_near in ((1.9, True), (0.6, True), (2.1, False), (0.4, False)):
