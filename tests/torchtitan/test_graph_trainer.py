@@ -40,7 +40,7 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "qwen3 with experts": ("qwen3", 2, {"flavor": "debugmodel_moe", "expert_parallel_degree": 2}),
 }
 OTHERWISE = ("hsdp", "chunked loss", "as its configs", "qwen3", "qwen3 and tp")
-TIGHT = {"qwen3 with experts": 0.6}  # the least of it is 0.504; of others below a half
+TIGHT = {"qwen3 with experts": 0.52}  # the least of it is 0.504; of others below a half
 IN_MAKE_TEST = ("fsdp", "as its configs", "experts")
 
 
@@ -126,7 +126,7 @@ def test_a_planned_step_is_the_trainers(name: str) -> None:
 )
 @pytest.mark.timeout(300)
 def test_a_planned_step_with_joined_collectives_is_the_trainers(name: str) -> None:
-    budgets = [None, TIGHT.get(name, 0.6)]
+    budgets = [None, 0.75]
     for rows in run_ranks(on_rank, LAYOUTS[name][1], name, budgets, True, timeout_s=200):
         for row in rows:
             assert row["losses"] == [True, True]
