@@ -21,7 +21,7 @@ def declare_search(command: Declare) -> None:
     add(
         "--hardware",
         default="a100-sxm-80",
-        help="a preset (see `overlapc presets`) or a .toml",
+        help="a preset (see `overlapc presets`) or a .toml; by default a100-sxm-80",
     )
     add(
         "--costs",
