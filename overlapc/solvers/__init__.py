@@ -260,7 +260,8 @@ def _ladder(
     def budget_of(rung: float) -> int:
         return least + round((most - least) * rung / rungs)
 
-    if quick and periodic.needs.gathered:
+    gathers = quick and bool(periodic.needs.gathered)
+    if gathers:
         yield from _gathered_again(problem, periodic, best)
     for rung in _FINE if quick else range(rungs, -1, -1):
         above = budget_of(rung + 1) if rung < rungs else None  # no plan takes more
@@ -273,7 +274,7 @@ def _ladder(
         steps = STEPS * (_FINER if rung <= 1 else 1) if quick and rung else 0
         less, worth = periodic.within(budget_of(rung), steps), best.worth if best else _any
         for plan in heu_plans(
-            less.problem, thorough=tight, grouped=groups, quick=quick, worth=worth, periodic=less
+            less.problem, thorough=tight, grouped=groups, quick=gathers, worth=worth, periodic=less
         ):
             if above is None or peak_bytes(problem, plan) <= above:
                 yield replace(plan, found_by=f"rung {rung:g} of {rungs} {plan.found_by}")

@@ -73,20 +73,24 @@ class Needs:
 
     @cached_property
     def gathered(self) -> frozenset[str]:
-        """Storages of what collectives make of inputs alone, as of sharded weights, and of what
-        follows from these alone; only of ops that may run again."""
+        """Storages of sharded weights that collectives gather, and of what follows from these
+        alone, by ops that may run again. Collectives of inputs alone gather weights if they are
+        several: of one it may be the model's input."""
         trace = self.trace
-        known, found = set(trace.resident), set[str]()
+        known, found, starts = set(trace.resident), set[str](), 0
         for op in trace.ops:
             if not op.is_forward or not op.inputs or not self.may_rerun(op):
                 continue
             given = {trace.value[name].storage for name in op.inputs}
             made = {trace.value[name].storage for name in op.outputs}
-            if given <= found or (op.role == "start" and given <= known):
+            if op.role == "start" and given <= known:
+                starts += 1
+                found |= made
+            elif given <= found:
                 found |= made
             elif given <= known:
                 known |= made
-        return frozenset(found - trace.resident)
+        return frozenset(found - trace.resident if starts > 1 else ())
 
     def complete(self, keep: frozenset[str], found_by: str = "") -> Choice:
         """The saved values and recomputed ops that follow from keeping these storages.

@@ -129,7 +129,7 @@ def _fitting(
     assumed share of exposed recomputed collectives."""
     cost, makers = periodic.problem.cost, periodic.period.maker.values()
     exposed = any(cost(op.name).comm_ns for op in makers)
-    for again in shares if exposed and (thorough or periodic.steps) else shares[:1]:
+    for again in shares if exposed and (thorough or periodic.scans) else shares[:1]:
         room = periodic.least_room(again)
         if room is None:
             return

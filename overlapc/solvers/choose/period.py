@@ -293,6 +293,12 @@ class Periodic:
         other.least_room = cache(other._least_room)
         return other
 
+    @property
+    def scans(self) -> bool:
+        """Are rooms of whole steps tried in a row? Programs of gathered weights take so long that
+        all limits have to share solutions."""
+        return bool(self.steps and self.needs.gathered)
+
     def _least_room(self, again: float) -> int | None:
         """Correct the program's guess at memory: find the least room, maybe negative, with which
         its choice fits when recomputed on demand."""
@@ -304,7 +310,7 @@ class Periodic:
             return None if choice is None else self.peak(choice) - budget
 
         least = most = -2 * self.period.bytes_of_block - budget // 20
-        if self.steps:
+        if self.scans:
             return self._scanned(self._policy(again), budget - least, over)
         for _ in range(_STEPS):
             excess = over(most)
