@@ -32,6 +32,7 @@ from overlapc.tools.told import warn
 _KIND, VERSION = "kept plans", 1
 _NEAR = 2.0  # the times in all that count as near: machines and links vary from run to run
 _FILES = 200  # of a folder
+_NAME = "[0-9a-f]" * 24 + ".json"  # nobody else's files are touched
 _CONDITIONS = ("device", "torch", "threads", "matmul_precision", "deterministic", "clock")
 
 
@@ -104,7 +105,7 @@ class KeptPlans:
 
 def _forget(folder: Path) -> None:
     with contextlib.suppress(OSError):  # another process forgets, too; or may not here
-        files = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime_ns)
+        files = sorted(folder.glob(_NAME), key=lambda file: file.stat().st_mtime_ns)
         for file in files[:-_FILES]:
             file.unlink()
 

@@ -82,10 +82,14 @@ def test_graphs_that_were_not_used_for_long_are_forgotten(
         started(cache, profile="estimate", hardware=hardware)
     assert len(kept(cache)) == 2
     assert len(searched) == 3
+    other = cache.with_suffix(".plans") / "somebody's.json"
+    other.touch()
     started(cache, profile="estimate", hardware="h100-sxm")
     assert len(searched) == 3
     started(cache, profile="estimate", hardware="h200-sxm")
     assert len(searched) == 4
+    assert len(kept(cache)) == 3
+    assert other.exists()
 
 
 def test_times_are_near_within_a_factor_of_two() -> None:
